@@ -511,6 +511,21 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     return 1 if measured.out_of_memory_at else 0
 
 
+@command("vaemem:predict_pipeline", "folder recording dtype prompt")
+def run_record(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Record any pipeline into a file, a name for other commands.
+
+    vaemem record my_pipeline -o mine.vaemem
+    """
+    need("torch", "record", "diffusers", "transformers", "accelerate")
+    from vaemem import pytorch
+
+    dtype = {"dtype": asked["dtype"]} if "dtype" in asked else {}
+    with show_progress("vaemem record") as tell:
+        pytorch.record_pipeline(args.folder, args.out, prompt=args.prompt, progress=tell, **dtype)
+    print(f'wrote {args.out}; ask for example: vaemem fits {args.out} 1024 --gpu "RTX 4060"')
+
+
 MOST_OF_A_MESSAGE = 1 << 20  # characters at the end of a log, where the message is
 
 

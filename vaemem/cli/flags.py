@@ -117,7 +117,7 @@ def _flag(help: str | Later = "", **settings: Any) -> FlagSettings:
 
 # Positional arguments.
 WORDS = "formula_of formula_op model op tiled_op sizes size table no_table latents images file pipeline".split()
-WORDS += ["application", "batched_size", "message", "source", "run", "comfyui_path", "invokeai_path"]
+WORDS += ["application", "batched_size", "message", "source", "folder", "run", "comfyui_path", "invokeai_path"]
 
 # By the names of arguments.
 FLAGS: dict[str, FlagSettings] = {
@@ -242,6 +242,7 @@ FLAGS: dict[str, FlagSettings] = {
     "source": _flag(
         Later("pipelines.components:PIPELINES",
               "A diffusers folder, or an id whose files are in the Hub's cache; with --random one of {}.")),
+    "folder": _flag("A pipeline's folder as diffusers saves it, or an id whose files are in the Hub's cache."),
     "random": _flag("Build the pipeline at full size with random weights, without files.", action="store_true"),
     "prompt": _flag("The prompt.", default="a photo of a cat"),
     # of formulas
@@ -280,6 +281,8 @@ FLAGS |= {
     "fit_format": _like("format", choices=("text", "markdown", "python", "latex", "json")),
     "markdown_format": _like("format", choices=("text", "markdown", "json")),
     "output": _like("out", option="-o --out", help="The file to write, or the folder of a data set.", required=True,
+        metavar="FILE"),
+    "recording": _like("out", option="-o --out", help="The file to write, which ends with .vaemem.", required=True,
         metavar="FILE"),
     "report_out": _like("out", help="The folder for report.md, report.html and figures.", default="report"),
     "demo_weights": _like("weights", help="The weights of a VAE; by default untrained ones, made by hand.",

@@ -38,7 +38,7 @@ _KINDS: dict[str, FlagSettings] = {
 
 _VAEMEM = "Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
 _GROUPS = {
-    "Predict a run's memory": "fits plan largest formula explain bound",
+    "Predict a run's memory": "fits plan largest formula explain bound record",
     "Run": "decode encode info estimate tradeoff measure backends demo comfyui invokeai",
     "Make and read tables": "sweep fit compare report",
 }

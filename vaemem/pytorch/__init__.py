@@ -17,6 +17,7 @@ from vaemem.pytorch.loading import load_pipeline
 from vaemem.pytorch.measuring import measure
 from vaemem.pytorch.measuring_pipelines import MeasuredPhase, MeasuredPipeline, measure_pipeline
 from vaemem.pytorch.offloading import OffloadStrategy
+from vaemem.pytorch.pipeline_files import record_pipeline
 from vaemem.pytorch.recorder import Recording
 from vaemem.pytorch.recording import predict_peak, record
 
@@ -42,6 +43,7 @@ __all__ = [
     "predict_peak",
     "predict_pipeline",
     "record",
+    "record_pipeline",
     "safe_decode",
 ]  # fmt: skip
 

@@ -1,0 +1,180 @@
+"""`vaemem.pytorch.record_pipeline`: a pipeline's file answers for every size, card and offloading, without PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import subprocess
+import sys
+from random import Random
+
+import pytest
+from errors import refused
+
+import vaemem
+from vaemem import FileError, predict_pipeline
+from vaemem.pipelines.components import PIPELINES
+from vaemem.prediction.recordings import read_recording
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+if int(diffusers.__version__.split(".")[1]) < 42:
+    pytest.skip("the tests' pipelines are those of diffusers 0.42", allow_module_level=True)
+
+import torch_pipelines
+
+from vaemem.pytorch import predict_pipeline as predict_any
+from vaemem.pytorch import record_pipeline
+
+CUDA = torch.device("cuda")
+WAYS = {
+    "none": lambda pipe: pipe.to("cuda"),
+    "model": lambda pipe: pipe.enable_model_cpu_offload(device="cuda"),
+    "sequential": lambda pipe: pipe.enable_sequential_cpu_offload(device="cuda"),
+    "leaf_level": lambda pipe: pipe.enable_group_offload(CUDA, offload_type="leaf_level"),
+}
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    made = torch_pipelines.stable_diffusion(tmp_path_factory.mktemp("clip"))
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def path(pipe, tmp_path_factory):
+    file = tmp_path_factory.mktemp("recorded") / "mine.vaemem"
+    record_pipeline(pipe, file, prompt="a")
+    return str(file)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recording_predicts_what_the_pipelines_own_code_and_hooks_do(pipe, path, way):
+    """At a size and with steps that were not recorded, next to diffusers' and accelerate's own hooks."""
+    own = predict_any(pipe, "a", height=144, width=80, num_inference_steps=5, gpu="RTX 4090", prepare=WAYS[way])
+    found = predict_pipeline(path, 144, 80, gpu="RTX 4090", offload=way, steps=5)
+    own = {
+        p.name: (p.allocated, p.reserved) for p in own.phases if p.name != "load"
+    }  # buffers that no module's file has
+    assert own == {p.name: (p.allocated, p.reserved) for p in found.phases if p.name != "load"}
+
+
+def test_a_recording_is_a_pipeline_like_others(path):
+    p = predict_pipeline(path, 64, 128, batch=2, gpu="T4", offload="model")
+    assert (
+        p.fits and p.pipeline == path and [phase.name for phase in p.phases] == ["encode prompt", "denoise", "decode"]
+    )
+    assert pickle.loads(pickle.dumps(p)).to_dict() == p.to_dict()
+    plan = vaemem.plan_pipeline(path, 128, 128, gpu="T4")
+    assert "fits" in str(plan)
+
+
+def test_without_pytorch_and_on_the_command_line(path):
+    asked = ["fits", path, "64x96", "--gpu", "T4"]
+    code = f"import sys; from vaemem.__main__ import main; main({asked!r}); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "Fits" in done.stdout, done.stderr
+
+
+def test_sizes_between_those_that_it_can_make_are_refused(path):
+    with refused("height"):
+        predict_pipeline(path, 65, 64)
+
+
+def test_other_programs_have_no_recordings(path):
+    with refused("pipeline"):
+        predict_pipeline(path, 64, 64, runtime="comfyui")
+
+
+def test_what_cannot_be_recorded_is_refused(pipe, tmp_path):
+    with refused("path"):
+        record_pipeline(pipe, tmp_path / "mine.json")
+    vae = diffusers.AutoencoderDC(
+        latent_channels=4, encoder_block_out_channels=(4, 8), decoder_block_out_channels=(4, 8)
+    )
+    other = torch_pipelines.stable_diffusion(tmp_path)
+    other.vae = vae
+    with pytest.raises(ValueError, match=r"pipe: expected a VAE whose code is known, .* for one size"):
+        record_pipeline(other, tmp_path / "mine.vaemem")
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(OSError, match=r"nowhere\.vaemem"):
+        predict_pipeline("nowhere.vaemem", 64, 64)
+    assert "nowhere.vaemem" not in [*PIPELINES]
+
+
+def changed(data, *place, value):
+    copied = json.loads(json.dumps(data))
+    *outer, last = place
+    inner = copied
+    for key in outer:
+        inner = inner[key]
+    inner[last] = value
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("format",), 2),
+        (("text",), "case\ntake 3 z | x"),
+        (("text",), "case\nrepeat 99999999999999 n\ntake 1 | x\ndone"),
+        (("text",), "case\nfree 0 99999999999 | x"),
+        (("text",), "case\nfree 7 | x"),
+        (("text",), "case\ntake 99999999999999999999 | x"),
+        (("text",), "case\ntake -5 | x"),
+        (("text",), 5),
+        (("row", "steps"), 0),
+        (("row", "factor"), 1 << 40),
+        (("row", "dtype"), "int3"),
+        (("roles",), ["unet"]),
+        (("roles",), "unet"),
+        (("modules",), {}),
+        (("modules", "unet", "weights"), ["a=0"]),
+        (("modules", "unet", "weights"), ["a:run:3", *(f"a={n} b={n}" for n in range(64))]),
+        (("modules", "unet", "weights"), ["a:run:x"]),
+        (("modules", "unet", "weights"), ["a:run:-3"]),
+        (("modules", "unet", "variables"), [3]),
+        (("modules", "unet", "calls"), {}),
+        (("modules", "unet", "calls"), {"float32": 3}),
+        (("vaes", "vae"), {"_class_name": "AutoencoderKL", "block_out_channels": "x"}),
+        (("vaes", "vae"), []),
+    ],
+)
+def test_a_file_from_a_stranger_is_refused_by_name(path, tmp_path, place, value):
+    file = tmp_path / "strange.vaemem"
+    file.write_text(json.dumps(changed(read_recording(path), *place, value=value)))
+    with pytest.raises((ValueError, OverflowError)):
+        predict_pipeline(str(file), 64, 64)
+
+
+@pytest.mark.parametrize("contents", [b"", b"[]", b"\xff\xfe", b"{" * 5000, b"null", b'{"format": 1}'])
+def test_a_file_that_is_none_is_refused_by_name(tmp_path, contents):
+    file = tmp_path / "strange.vaemem"
+    file.write_bytes(contents)
+    with pytest.raises(FileError) as caught:
+        predict_pipeline(str(file), 64, 64)
+    assert caught.value.path == str(file)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_damaged_file_answers_or_is_refused(path, tmp_path, seed):
+    """Changed bytes never end in another error."""
+    random = Random(seed)
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    for number in range(3):
+        broken = text
+        for _ in range(random.choice([1, 1, 5])):
+            at = random.randrange(len(broken))
+            change = random.choice(["", "0", "9", "-", '"', "[", "=", " ", "n", "99999999999999999999"])
+            broken = broken[:at] + change + broken[at + random.choice([0, 1, 1, 20]) :]
+        damaged = tmp_path / f"damaged {number}.vaemem"
+        damaged.write_text(broken, encoding="utf-8")
+        with contextlib.suppress(ValueError, OverflowError, MemoryError):
+            predict_pipeline(str(damaged), 64, 64, gpu="T4")
