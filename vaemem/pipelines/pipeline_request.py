@@ -247,7 +247,7 @@ def check_way(
 def text_name(pipeline: str, image: bool) -> str:
     """Return the name of a pipeline's text. image: whether it begins with one, unlike by itself"""
     name = PIPELINES[pipeline].text or pipeline
-    return f"{name}, image" if image else name
+    return f"{name}-image" if image else name
 
 
 def variables_of(pipeline: Pipeline, height: int, width: int, **more: int) -> dict[str, int]:
