@@ -68,8 +68,8 @@ def test_a_pipeline_as_its_own_code_runs(case):
     assert [phase.name for phase in own.phases] == [*known]
     loaded = known["load"].allocated - own.phases[0].allocated  # the allocator rounds up by the order of loading
     for phase in own.phases[1:]:
-        assert abs(known[phase.name].allocated - phase.allocated - loaded) <= 1 << 20, phase.name
-        assert abs(known[phase.name].reserved - phase.reserved) <= 0.05 * phase.reserved, phase.name
+        assert abs(known[phase.name].allocated - phase.allocated - loaded) <= 1 << 21, phase.name
+        assert abs(known[phase.name].reserved - phase.reserved) <= 0.06 * phase.reserved, phase.name
 
 
 class Convolutions(TorchDispatchMode):
