@@ -286,9 +286,9 @@ PIPELINES = _Pipelines({
     "flux2-klein-base": _KLEIN._replace(
         about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-base-4B", **_UNDISTILLED,
     ),
-    "flux2-klein-9b": _KLEIN_9B._replace(text="flux2-klein-base"),
+    "flux2-klein-9b": _KLEIN_9B._replace(text="flux2-klein-base-9b"),
     "flux2-klein-base-9b": _KLEIN_9B._replace(
-        text="flux2-klein-base", about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-base-9B", **_UNDISTILLED,
+        about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-base-9B", **_UNDISTILLED,
     ),
     "wan-1.3b": _WAN,
     "wan-14b": _WAN._replace(
