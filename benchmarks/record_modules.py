@@ -14,7 +14,6 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,12 @@ from vaemem._common import grouped
 from vaemem.pipelines.programs import Recorded
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.fitting import PolynomialFit, evaluate
-from vaemem.pytorch.module_writer import ScriptRecorder, Writer, weights_text
+from vaemem.pytorch.module_writer import NEGLIGIBLE, ScriptRecorder, Writer, settle, versions_of, weights_text
 from vaemem.pytorch.recorder import Recorder, Recording
 from vaemem.pytorch.recording import record_by
 
 OUT = Path(__file__).parent.parent / "vaemem" / "data" / "modules"
 FOLDER = "comfyui/"
-# Operators whose temporary memory may be ignored. `any` of a whole tensor takes 1 KiB and frees it at once.
-# comfy-kitchen's kernel for CUDA allocates nothing but its outputs.
-NEGLIGIBLE = {"aten.any.default", "comfy_kitchen.apply_rope.default"}
 
 
 def record_at(
@@ -95,7 +91,7 @@ def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
     packages = ("torch",) if is_comfyui else ("diffusers", "transformers", "torch")
     sources = [comfyui_version()] if is_comfyui else []
     data: dict[str, Any] = {
-        "about": module.about, "source": ", ".join([*sources, *(f"{one} {version(one)}" for one in packages)]),
+        "about": module.about, "source": ", ".join([*sources, versions_of(packages)]),
         "variables": list(module.points[0]), "derived": module.derived,
         "weights": weights(module), "calls": {},
     }  # fmt: skip
@@ -111,12 +107,6 @@ def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
         say(f"{name} {key}{case}: {len(call['sizes'])} sizes, {len(call['modules'])} distinct calls")
     check(name, data)
     return data
-
-
-def settle(steps: Sequence[Any]) -> list[Any]:
-    """Return a trace's steps without names, with frees that follow each other in the order of their numbers."""
-    groups = itertools.groupby((step[:3] for step in steps), lambda step: step[0] == "give")
-    return [step for are_gives, group in groups for step in (sorted(group) if are_gives else group)]
 
 
 def check(name: str, data: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from vaemem.pipelines.programs import load_program
 from vaemem.pipelines.text import PipelineText, load_text
 from vaemem.prediction.request import find_card
 from vaemem.pytorch.loading import build_pipeline
+from vaemem.pytorch.module_writer import versions_of
 from vaemem.pytorch.text_recorder import Event, record_calls, shapes_of
 from vaemem.pytorch.text_writer import check_text, write_text
 
@@ -56,10 +56,8 @@ CARD = find_card("H200")
 
 def ask(pipe: Any, kind: Pipeline, at: Mapping[str, int]) -> dict[str, Any]:
     """Return the arguments of a pipeline's call at a point."""
-    known, (height, width) = (
-        inspect.signature(type(pipe).__call__).parameters,
-        (at[side] * kind.factor for side in "hw"),
-    )
+    known = inspect.signature(type(pipe).__call__).parameters
+    height, width = (at[side] * kind.factor for side in "hw")
     image = PIL.Image.new("RGB", (width, height))
     asked: dict[str, Any] = {
         "prompt": " ".join([WORD] * at["t"]), "height": height, "width": width, "num_inference_steps": at["s"],
@@ -122,7 +120,7 @@ def build(name: str, dtype: str, vae_dtype: str, class_name: str, u: int, c: int
 
 
 @functools.cache
-def _variables_from(component: str, method: str) -> dict[str, tuple[str, int] | tuple[str, int, int]]:
+def _variables_from(component: str, method: str) -> dict[str, tuple[str, int]]:
     """Find where a module's variables are among the sides of its call's tensors: {variable: (parameter, dimension)}."""
     module, program = MODULES[component], load_program(component)
     with torch.device("meta"):
@@ -192,6 +190,8 @@ def _record_at(
         return pipe(**ask(pipe, kind, point))
 
     found = record_calls(pipe, [functools.partial(call, point) for point in at], CARD)
+    if notes := dict.fromkeys(note for one in found for note in one.notes):
+        print(f"{name}: {'; '.join(notes)}")
     return [(point, one.events) for point, one in zip(at, found, strict=True)]
 
 
@@ -212,11 +212,9 @@ def record(name: str, is_begun: bool = False, say: Callable[[str], None] = print
             if dtype == vae_dtype:
                 raise
             say(f"{name}: {dtype} with a VAE in {vae_dtype} fails: {str(error)[:80]}")
-    packages = ", ".join(f"{one} {version(one)}" for one in ("diffusers", "transformers", "torch"))
-    head = f"# {sibling(name, is_begun) or kind.class_name}; {packages}"
-    text = "\n".join(
-        [head, *write_text(recorded, functools.partial(_variables_of, {**kind.parts, **kind.optional})), ""]
-    )
+    head = f"# {sibling(name, is_begun) or kind.class_name}; {versions_of()}"
+    find = functools.partial(_variables_of, {**kind.parts, **kind.optional})
+    text = "\n".join([head, *write_text(recorded, find), ""])
     check(name, is_begun, PipelineText(text))
     cases = ", ".join(line for line in text.splitlines() if line.startswith("case"))
     say(f"{name}{' with an image' * is_begun}: {text.count(chr(10))} lines: {cases}")

@@ -80,8 +80,9 @@ def test_the_replay_takes_the_steps_of_the_older_module(module, name):
 
 
 def assert_replayed(name, module):
-    from record_modules import record_at, settle
+    from record_modules import record_at
 
+    from vaemem.pytorch.module_writer import settle
     from vaemem.pytorch.recorder import Recorder, Recording
 
     sizes = module.checks[0]

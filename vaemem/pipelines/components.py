@@ -21,7 +21,7 @@ from vaemem.prediction.recordings import (
     is_recording,
     read_recording,
 )
-from vaemem.prediction.runtimes import FIRST_DIFFUSERS, WAN, architecture, shipped_models
+from vaemem.prediction.runtimes import LAST_DIFFUSERS, WAN, architecture, shipped_models
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "clip-l-sd3", "openclip-g", "openclip-h")
 CLIP_TOKENS = 77
@@ -157,7 +157,7 @@ class _Pipelines(dict[str, Pipeline]):
         row, parts = data["row"], {role: component_of(name, role) for role in data["roles"]}
         facts = {fact: row[fact] for fact in ("dtype", "vae_dtype", "tokens", "steps", "frames", "factor")}
         return Pipeline(
-            data["about"], parts, most_tokens=row["tokens"], begins=False, since=FIRST_DIFFUSERS, unit=row["unit"],
+            data["about"], parts, most_tokens=row["tokens"], begins=False, since=LAST_DIFFUSERS, unit=row["unit"],
             aside={role: "" for role in row["aside"]}, **facts,
         )  # fmt: skip
 

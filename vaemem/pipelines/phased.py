@@ -16,6 +16,7 @@ from vaemem.prediction.process import PeakTensor, SimulatedProcess
 from vaemem.prediction.request import PAGE, Request
 from vaemem.prediction.verdict import FITS, judge_played
 
+UNCOMPARED = "nobody compared this pipeline with a run"
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # their sum is a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
 

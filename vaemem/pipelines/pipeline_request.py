@@ -30,6 +30,7 @@ from vaemem.pipelines.quantising import (
 )
 from vaemem.pipelines.storage import GGML, MIXTURES
 from vaemem.prediction.predict import SMALL_TILE
+from vaemem.prediction.recordings import component_of, is_recording
 from vaemem.prediction.request import Card, Request, Software, usual_tile
 from vaemem.prediction.runtimes import diffusers_release
 
@@ -246,6 +247,8 @@ def check_way(
 
 def text_name(pipeline: str, image: bool) -> str:
     """Return the name of a pipeline's text. image: whether it begins with one, unlike by itself"""
+    if is_recording(pipeline):
+        return component_of(pipeline, "text")
     name = PIPELINES[pipeline].text or pipeline
     return f"{name}-image" if image else name
 
@@ -357,6 +360,10 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     if given.image and not known.begins:
         why = "takes an image in every call" if known.encodes else "is not known to begin with an image"
         raise ArgumentError("image", f"False with {pipeline}, which {why}", str(given.image))
+    if is_recording(pipeline) and (given.prompt_tokens is not None or not given.guidance):
+        name, got = ("guidance", "False") if given.prompt_tokens is None else ("prompt_tokens", given.prompt_tokens)
+        advice = "record the pipeline with the arguments of your call"
+        raise ArgumentError(name, "None with a recording, which has one prompt and guidance", str(got), advice)
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
     height, width, frames = given.height, given.width, _find_frames(given, known)
     said = describe_size(height, width, given.frames)

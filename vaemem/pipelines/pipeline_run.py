@@ -168,10 +168,15 @@ class PipelineRun:
         self._begin_phase(phase_of(role, method), role)
         if role not in self.parts:
             return ()
-        if is_vae(self.parts[role].component):
+        component = self.parts[role].component
+        wanted = ("n", "f", "h", "w") if is_vae(component) else programs.load_program(component).variables
+        if missing := [name for name in wanted if name not in sizes]:
+            raise ArgumentError("text", f"{', '.join(wanted)} in a call of {role}", f"a line without {missing[0]}")
+        sizes = {name: sizes[name] for name in wanted}
+        if is_vae(component):
             run = self._encode if method == "encode" else self._decode
             return self._keep(run(given, **sizes), kept)
-        if role.startswith("text_encoder") and self.parts[role].component.rpartition("/")[2] in CLIPS:
+        if role.startswith("text_encoder") and component.rpartition("/")[2] in CLIPS:
             calls, section = -(-sizes["t"] // CLIP_TOKENS), sizes | {"t": min(sizes["t"], CLIP_TOKENS)}
             found = [self._keep(self._call(role, **section), kept) for _ in range(calls)]
             for handle, *more in zip(*found, strict=True):
@@ -208,6 +213,8 @@ class PipelineRun:
 
     def convert(self, role: str, dtype: str) -> None:
         """Convert the VAE's weights. With model offload they are converted on the CPU, before its call loads them."""
+        if role != "vae":
+            raise ArgumentError("text", "conversions of the vae only", role)
         request, part = self.request, self.parts[role]
         dtype = dtype if dtype == "float32" else part.dtype
         self._converted[role] = dtype

@@ -18,7 +18,7 @@ from vaemem._types import Dtype
 from vaemem.engine.names import shared_note
 from vaemem.pipelines.comfyui_run import WORKFLOWS, ComfyUIRun, describe_decisions, plays_of, resolve_workflow
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
-from vaemem.pipelines.phased import PhasedAnswer, as_far_as, read_phases
+from vaemem.pipelines.phased import UNCOMPARED, PhasedAnswer, as_far_as, read_phases
 from vaemem.pipelines.pipeline_parts import PLACES, Part, parts_of
 from vaemem.pipelines.pipeline_request import (
     OFFLOADS,
@@ -41,6 +41,7 @@ from vaemem.prediction.lines import BATCHES, Grid, Point
 from vaemem.prediction.planned import Phase, Result, Way
 from vaemem.prediction.predict import SMALL_TILE, Advice
 from vaemem.prediction.process import ROUNDED_UP
+from vaemem.prediction.recordings import is_recording, read_recording
 from vaemem.prediction.request import Card, Software, find_card, usual_tile
 from vaemem.prediction.runtimes import WANS
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
@@ -202,9 +203,10 @@ class PipelinePrediction(_Played):
         # LLM.int8()'s memory is not known to the byte. Hugging Face's published run with it (docs/PIPELINES.md)
         # reserved 2.0% more than predicted after loading the weights, and 1.8% more at its peak.
         inexact = {f"weights of {part.role}" for part in q.parts if part.has(["int8"])}
+        by_vaemem = q.vae == "vaemem" and not q.card.gpu.name.startswith(_TRIED)
         here = self._judge(
             process, self._run.names, inexact,
-            untried=BY_VAEMEM if q.vae == "vaemem" and not q.card.gpu.name.startswith(_TRIED) else "",
+            untried=UNCOMPARED if is_recording(q.name) else BY_VAEMEM if by_vaemem else "",
             covers=f", at {q.size} as diffusers runs {q.made_of}" if q.made_of else "",
         )  # fmt: skip
         self.notes = (*(process if self.judged.out_of_memory_at else here).substitutions, *_notes(q))
@@ -292,6 +294,8 @@ def _others(q: PipelineRequest) -> Iterator[tuple[PipelineRequest, str, str, lis
 
 def _notes(q: PipelineRequest) -> Iterator[str]:
     """List the uncounted memory of the parts, and settings that run differently than asked."""
+    if is_recording(q.name):
+        yield from read_recording(q.name)["notes"]
     if q.made_of:
         known = "4 n + 1 frames" if q.pipeline.frames else f"multiples of {q.pipeline.stride}"
         yield f"{q.made_of}: {q.pipeline.class_name} makes {q.size} of it, {known}"

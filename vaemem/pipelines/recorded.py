@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vaemem import _core
 from vaemem._common import __version__
 from vaemem._errors import ArgumentError
-from vaemem.pipelines.phased import PhasedAnswer
+from vaemem.pipelines.phased import UNCOMPARED, PhasedAnswer
 from vaemem.prediction.answer import alias
 from vaemem.prediction.request import Request
 
@@ -105,13 +104,11 @@ class RecordedRequest(Request):
 
     script: what the pipeline does with the memory
     title: the pipeline and its call
-    unmodelled: how often each operator without counted memory ran
-    notes: what the recording supposed
+    notes: what the recording supposed, and what it does not count
     """
 
     script: _core.Script
     title: str
-    unmodelled: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     notes: tuple[str, ...] = field(default=(), kw_only=True)
 
 
@@ -148,10 +145,9 @@ class RecordedPrediction(PhasedAnswer):
             "model": request.title, "op": "pipeline", "runtime": "diffusers", "device": request.card.gpu.name,
             "source": "predicted", "versions": f"torch {process.torch_version}, cudnn {cudnn}, vaemem {__version__}",
         }  # fmt: skip
-        missing = [f"not counted: {what} ({count} times)" for what, count in request.unmodelled.items()]
-        here = self._judge(process, {}, untried="nobody compared this pipeline with a run")
+        here = self._judge(process, {}, untried=UNCOMPARED)
         used = (process if self.judged.out_of_memory_at else here).substitutions
-        self.notes = (*used, *request.notes, *missing)
+        self.notes = (*used, *request.notes)
 
     def _asked_data(self) -> dict[str, Any]:
         return {"pipeline": self.request.title, "runtime": "diffusers"}

@@ -42,7 +42,7 @@ from typing import NamedTuple, Protocol
 
 from vaemem._common import shipped
 from vaemem._errors import ArgumentError, inside
-from vaemem.prediction.recordings import is_recording, read_recording
+from vaemem.prediction.recordings import find_component, is_recorded_component
 
 VARIABLES = "n h w f p y x q k t m s e v g u c i".split()
 _MOST = 1 << 17  # lines
@@ -299,8 +299,9 @@ def phase_of(role: str, method: str) -> str:
 
 @functools.cache
 def load_text(name: str) -> PipelineText:
-    """Return a pipeline's text by the name of its file."""
-    if is_recording(name):
-        with inside("pipeline", path=name):
-            return PipelineText(read_recording(name)["text"])
+    """Return a pipeline's text by the name of its file, or of a recording's component."""
+    if is_recorded_component(name):
+        data, _ = find_component(name)
+        with inside("pipeline", path=name.rpartition(":")[0]):
+            return PipelineText(data["text"])
     return PipelineText(shipped("pipelines", f"{name}.txt"))

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,8 +38,9 @@ def is_recording(name: Any) -> bool:
 
 
 def component_of(path: str, role: str) -> str:
-    """Return the name of a recording's component."""
-    return f"{path}:{role}"
+    """Return the name of a recording's component, or of its "text". It has a digest of the file: caches by names know
+    nothing of a file that was recorded again."""
+    return f"{path}:{role}@{read_recording(path)['digest']}"
 
 
 def is_recorded_component(name: str) -> bool:
@@ -47,9 +49,14 @@ def is_recorded_component(name: str) -> bool:
 
 
 def find_component(name: str) -> tuple[Mapping[str, Any], str]:
-    """Return the contents of a component's recording, and its role."""
-    path, _, role = name.rpartition(":")
-    return read_recording(path), role
+    """Return the contents of a component's recording, and its role. ValueError if the file was recorded again."""
+    path, _, rest = name.rpartition(":")
+    role, _, digest = rest.rpartition("@")
+    data = read_recording(path)
+    if data["digest"] != digest:
+        with inside("pipeline", path=path):
+            raise ArgumentError("", "the file of the first answer", "one that was recorded again", "ask anew")
+    return data, role
 
 
 def read_recording(path: str) -> Mapping[str, Any]:
@@ -65,10 +72,11 @@ def _read(path: str, stamp: int, size: int) -> Mapping[str, Any]:
     with inside("pipeline", path=path, caught=(ValueError, OSError, RecursionError)):
         if size > _MOST_BYTES:
             raise ArgumentError("", f"at most {_MOST_BYTES >> 20} MiB", f"{size >> 20}")
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
+        with open(path, "rb") as file:
+            contents = file.read()
+        data = json.loads(contents.decode("utf-8"))
         _check(data)
-        return data  # type: ignore[no-any-return]
+        return {**data, "digest": f"{zlib.crc32(contents):08x}"}
 
 
 def _want(what: str, value: Any, is_right: bool) -> None:
@@ -88,10 +96,13 @@ def _check(data: Any) -> None:
     _want("row", data["row"], set(data["row"]) == set(_ROW))
     for name, is_right in _ROW.items():
         _want(f"row: {name}", data["row"][name], bool(is_right(data["row"][name])))
+    notes = data.get("notes")
+    _want("notes", notes, isinstance(notes, list) and all(isinstance(note, str) for note in notes))
     roles = data.get("roles")
     _want("roles", roles, isinstance(roles, list) and all(isinstance(role, str) for role in roles))
     known = {*data["modules"], *data["vaes"]}
     _want("roles", roles, sorted(roles) == sorted(known) and bool(data["modules"]) and all(map(_ROLE.fullmatch, roles)))
+    _want("vaes", [*data["vaes"]], [*data["vaes"]] == ["vae"])
     for role, config in data["vaes"].items():
         _want(f"vaes: {role}", config, isinstance(config, dict))
     for role, module in data["modules"].items():

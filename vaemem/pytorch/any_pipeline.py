@@ -197,8 +197,6 @@ def predict_pipeline(
         recorder.sweep()
         del output
     recorder.script.end()
-    for name, count in recorder.guesses.items():
-        notes.append(f"{name} read a number that only a real run has ({count} times); 0 was taken")
-    title, script, unmodelled = source or "a pipeline", recorder.script.script, recorder.recording.unmodelled
-    request = RecordedRequest(card, software, script, title, safe=safe, unmodelled=unmodelled, notes=tuple(notes))
+    title, script = source or "a pipeline", recorder.script.script
+    request = RecordedRequest(card, software, script, title, safe=safe, notes=(*notes, *recorder.notes()))
     return RecordedPrediction(request)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Sequence
+from importlib.metadata import version
 from typing import Any, cast
 
 import torch
@@ -12,6 +14,17 @@ from vaemem.prediction.eager import AttentionCall
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.fitting import PolynomialFit
 from vaemem.pytorch.recorder import Recorder, Recording
+
+# Operators whose temporary memory may be ignored. `any` of a whole tensor takes 1 KiB and frees it at once.
+# comfy-kitchen's kernel for CUDA allocates nothing but its outputs.
+NEGLIGIBLE = {"aten.any.default", "comfy_kitchen.apply_rope.default"}
+_FIXED = {
+    "take": 2,
+    "give": 2,
+    "blas": 2,
+    "conv": 3,
+    "attention": 6,
+}  # an event's words that are the same everywhere
 
 
 class ModuleCall(list[Any]):
@@ -131,7 +144,7 @@ class Writer:
 
     def _word(self, call: ModuleCall, events: Sequence[tuple[Any, ...]]) -> str:
         kind, *_ = events[0]
-        fixed = {"take": 2, "give": 2, "blas": 2, "conv": 3, "attention": 6}[kind]
+        fixed = _FIXED[kind]
         self._same(all(e[:fixed] == events[0][:fixed] for e in events), call, events)
         indices = [self.fit.index(values) for values in zip(*(e[fixed:] for e in events), strict=True)]
         if kind == "take":
@@ -178,3 +191,19 @@ def weights_text(module: torch.nn.Module, dtype: torch.dtype, kept: Container[in
 
     write(module)
     return list(nodes)
+
+
+def structure_of(call: ModuleCall) -> Any:
+    """Return what has to be the same at every size."""
+    return call.name, *(structure_of(one) if isinstance(one, ModuleCall) else one[: _FIXED[one[0]]] for one in call)
+
+
+def settle(steps: Sequence[Any]) -> list[Any]:
+    """Return a trace's steps without names, with frees that follow each other in the order of their numbers."""
+    groups = itertools.groupby((step[:3] for step in steps), lambda step: step[0] == "give")
+    return [step for are_gives, group in groups for step in (sorted(group) if are_gives else group)]
+
+
+def versions_of(packages: Sequence[str] = ("diffusers", "transformers", "torch")) -> str:
+    """Name the releases of packages that a recording ran."""
+    return ", ".join(f"{one} {version(one)}" for one in packages)

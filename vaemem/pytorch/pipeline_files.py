@@ -6,16 +6,14 @@ import contextlib
 import copy
 import functools
 import inspect
-import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from vaemem._common import DTYPES, grouped, meant, whole
+from vaemem._common import DTYPES, check_writable, grouped, meant, whole, write
 from vaemem._errors import ArgumentError
 from vaemem._types import Dtype
 from vaemem.engine.arguments import Progress, polling
@@ -28,7 +26,15 @@ from vaemem.prediction.request import find_card
 from vaemem.pytorch.any_pipeline import check_pipeline, open_pipeline
 from vaemem.pytorch.converting import modules_of
 from vaemem.pytorch.fitting import PolynomialFit, products
-from vaemem.pytorch.module_writer import ModuleCall, ScriptRecorder, Writer, weights_text
+from vaemem.pytorch.module_writer import (
+    NEGLIGIBLE,
+    ScriptRecorder,
+    Writer,
+    settle,
+    structure_of,
+    versions_of,
+    weights_text,
+)
 from vaemem.pytorch.recorder import Recorder, Recording, leaves_of
 from vaemem.pytorch.recording import record_by
 from vaemem.pytorch.text_recorder import ComponentCall, RecordedCall, record_calls
@@ -46,16 +52,16 @@ _HALVED = [f"{side}{level}" for level in "123" for side in "hw"]
 _CARD = "RTX 4090"
 
 
-class _Refused(contextlib.ContextDecorator):
-    """Adds to a refusal that one size can be predicted all the same."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, ArgumentError) and not error.advice:
-            advice = "vaemem.pytorch.predict_pipeline predicts such a pipeline for one size"
-            raise type(error)(error.argument, error.wanted, error.got, advice, error.place) from error
+@contextlib.contextmanager
+def _advising() -> Iterator[None]:
+    """Add to a refusal of the pipeline that one size can be predicted all the same."""
+    try:
+        yield
+    except ArgumentError as error:
+        if error.argument == "path" or error.advice:
+            raise
+        advice = "vaemem.pytorch.predict_pipeline predicts such a pipeline for one size"
+        raise type(error)("pipe", error.wanted, error.got, advice, error.place) from error
 
 
 def _on_meta(pipe: Any) -> Any:
@@ -95,19 +101,19 @@ def _ask(pipe: Any, at: Values, factor: int, given: Mapping[str, Any]) -> dict[s
 # ---- modules ----
 
 
-def _record_module(module: torch.nn.Module, called: ComponentCall, recorder: Recorder | None = None) -> Any:
-    """Record a component's call; of its outputs only those live on that the pipeline keeps."""
+def _record_module(
+    module: torch.nn.Module, called: ComponentCall, recorder: Recorder | None = None
+) -> tuple[Any, list[str]]:
+    """Record a component's call; of its outputs only those live on that the pipeline keeps. Return the trace, and
+    operators without counted memory."""
     recorder = recorder or ScriptRecorder(type(module).__name__)
 
-    def run(m: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _kept(recorder, getattr(m, called.method)(*args, **kwargs), called.kept)
+    def run(m: Any, *args: Any, **kwargs: Any) -> Any:
+        call = m if called.method == "forward" else getattr(m, called.method)
+        return _kept(recorder, call(*args, **kwargs), called.kept)
 
-    if called.method == "forward":
-
-        def run(m: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return _kept(recorder, m(*args, **kwargs), called.kept)
-
-    return record_by(recorder, module, called.args, dict(called.kwargs), run).trace
+    recording = record_by(recorder, module, called.args, dict(called.kwargs), run)
+    return recording.trace, [what for what in recording.unmodelled if what not in NEGLIGIBLE]
 
 
 def _kept(recorder: Recorder, output: Any, kept: Sequence[int]) -> list[torch.Tensor]:
@@ -126,24 +132,22 @@ def _derived(at: Values) -> dict[str, int]:
     return found
 
 
-def _structure(call: ModuleCall) -> Any:
-    """Return what has to be the same at every size."""
-    fixed = {"take": 2, "give": 2, "blas": 2, "conv": 3, "attention": 6}
-    return call.name, *(_structure(one) if isinstance(one, ModuleCall) else one[: fixed[one[0]]] for one in call)
-
-
-def _write_module(module: torch.nn.Module, dtype: str, calls: Sequence[tuple[Values, ComponentCall]]) -> dict[str, Any]:
-    """Write a component's program from its calls at several points."""
-    known = dict[tuple[Any, ...], Any]()
+def _write_module(
+    module: torch.nn.Module, dtype: str, calls: Sequence[tuple[Values, ComponentCall]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Write a component's program from its calls at several points. Return also what it does not count."""
+    known, missing = dict[tuple[Any, ...], Any](), dict[str, None]()
     recorded = list[tuple[dict[str, int], Any]]()
     for at, called in calls:
         shapes = tuple(tuple(x.shape) for x in leaves_of((called.args, dict(called.kwargs))) if hasattr(x, "shape"))
         if shapes not in known:
-            known[shapes] = _record_module(module, called).calls[0]
+            trace, unmodelled = _record_module(module, called)
+            known[shapes] = trace.calls[0]
+            missing |= dict.fromkeys(f"not counted: {what} in {called.role}" for what in unmodelled)
         recorded.append((_derived(at), known[shapes]))
     areas = ["", "h w", "h1 w1", "h2 w2", "h3 w3", "p", *"hw", *_HALVED]
     monomials = [*products(["", "n"], ["", "f"], areas), "p p", "n p p", "f p f p", "n f p f p"]
-    groups = grouped(recorded, lambda one: _structure(one[1]))
+    groups = grouped(recorded, lambda one: structure_of(one[1]))
     texts = dict[str, Any]()
     for group in groups.values():
         points = [at for at, _ in group]
@@ -155,20 +159,11 @@ def _write_module(module: torch.nn.Module, dtype: str, calls: Sequence[tuple[Val
         lists = {"convs": writer.convs, "attentions": writer.attentions, "modules": list(writer.modules)}
         texts[f"{dtype}; {case}".removesuffix("; ")] = {"sizes": fit.polynomials, **lists}
     halves = {name: [f"1 {name[0]}{int(name[1]) - 1 or ''}", 2, 1] for name in _HALVED}
-    return {
-        "about": type(module).__name__, "source": _source(), "variables": _OF_MODULES, "derived": halves,
+    program = {
+        "about": type(module).__name__, "source": versions_of(), "variables": _OF_MODULES, "derived": halves,
         "weights": weights_text(module, getattr(torch, dtype)), "calls": texts,
     }  # fmt: skip
-
-
-def _source() -> str:
-    return ", ".join(f"{one} {version(one)}" for one in ("diffusers", "transformers", "torch"))
-
-
-def _settle(steps: Sequence[Any]) -> list[Any]:
-    """Return a trace's steps without names, with frees that follow each other in the order of their numbers."""
-    groups = itertools.groupby((step[:3] for step in steps), lambda step: step[0] == "give")
-    return [step for are_gives, group in groups for step in (sorted(group) if are_gives else group)]
+    return program, [*missing]
 
 
 def _check_module(
@@ -179,7 +174,7 @@ def _check_module(
     sizes: dict[str, Any] = {name: at[name] for name in _OF_MODULES}
     steps = Recorded(role, data).trace(dtype, gpu, **sizes).steps
     recorder = Recorder(Recording(), gpu)
-    if _settle(steps) != _settle(_record_module(module, called, recorder).steps):
+    if settle(steps) != settle(_record_module(module, called, recorder)[0].steps):
         raise ArgumentError("pipe", f"a {role} whose sizes follow from those of the picture", f"others at {dict(at)}")
 
 
@@ -206,7 +201,7 @@ def _variables(vaes: Mapping[str, Any], role: str, method: str, shapes: Any, at:
     return {"n": n, "f": frames[0] if frames else 1, "h": h, "w": w}
 
 
-@_Refused()
+@_advising()
 def record_pipeline(
     pipe: Any, path: str | os.PathLike[str], *, dtype: Dtype = "bfloat16",
     progress: Progress = None, **kwargs: Any,
@@ -251,6 +246,7 @@ def record_pipeline(
     path, dtype = os.fspath(path), meant("dtype", dtype, DTYPES)
     if not path.endswith(SUFFIX):
         raise ArgumentError("path", f"a file that ends with {SUFFIX}", repr(path))
+    check_writable(path)
     name = pipe if isinstance(pipe, str) else type(pipe).__name__
     pipe = open_pipeline(pipe, getattr(torch, dtype)) if isinstance(pipe, str) else pipe
     check_pipeline(pipe)
@@ -258,9 +254,9 @@ def record_pipeline(
     pipe.set_progress_bar_config(disable=True)
     modules, factor = modules_of(pipe), whole("vae_scale_factor", getattr(pipe, "vae_scale_factor", 8))
     vaes = {role: module for role, module in modules.items() if hasattr(module, "decode") and _is_known_vae(module)}
-    for role, module in modules.items():
-        if hasattr(module, "decode") and role not in vaes:
-            raise ArgumentError("pipe", "a VAE whose code is known", f"{type(module).__name__} as {role}")
+    if [role for role, module in modules.items() if hasattr(module, "decode")] != ["vae"] or not vaes:
+        got = ", ".join(f"{type(module).__name__} as {role}" for role, module in modules.items())
+        raise ArgumentError("pipe", "one VAE, whose role is vae and whose code is known", got)
     at = [_at(pipe, point, factor) for point in (*_POINTS, *_CHECKS)]
     with polling(progress, "record", total=len(at)) as poll:
         found = _record(pipe, [_ask(pipe, one, factor, kwargs) for one in at], poll)
@@ -268,16 +264,17 @@ def record_pipeline(
     fitted, checked = fitted[: len(_POINTS)], fitted[len(_POINTS) :]
     variables = functools.partial(_variables, vaes)
     text = "\n".join(
-        [f"# {type(pipe).__name__}; {_source()}", *write_text([(a, c.events) for a, c in fitted], variables)]
+        [f"# {type(pipe).__name__}; {versions_of()}", *write_text([(a, c.events) for a, c in fitted], variables)]
     )
     for one, call in checked:
         check_text(PipelineText(text), one, call.events, variables)
     types = {role: str(next(module.parameters()).dtype).removeprefix("torch.") for role, module in modules.items()}
     used = dict.fromkeys(called.role for _, call in fitted for called in call.calls)
-    made = dict[str, Any]()
+    made, notes = dict[str, Any](), [*dict.fromkeys(note for _, call in fitted for note in call.notes)]
     for role in used:
         if role not in vaes:
-            made[role] = _write_module(modules[role], types[role], _calls_of(role, fitted))
+            made[role], missing = _write_module(modules[role], types[role], _calls_of(role, fitted))
+            notes += missing
             for point, called in _calls_of(role, checked):
                 _check_module(role, made[role], modules[role], types[role], point, called)
     chain = [role for role in (pipe.model_cpu_offload_seq or "").split("->") if role in used]
@@ -288,18 +285,17 @@ def record_pipeline(
         raise ArgumentError("pipe", "components of one type, apart from the VAE", ", ".join(sorted(others)))
     vae_type = next((types[role] for role in vaes if role in used), usual)
     contents = {
-        "format": FILE_FORMAT, "about": f"{type(pipe).__name__} of {name}", "source": _source(),
+        "format": FILE_FORMAT, "about": f"{type(pipe).__name__} of {name}", "source": versions_of(),
         "row": {
-            "dtype": usual, "vae_dtype": "" if vae_type == usual else vae_type, "tokens": 1,
+            "dtype": usual, "vae_dtype": "" if vae_type == usual else vae_type, "tokens": _tokens(fitted[0][1]),
             "steps": whole("steps", kwargs.get("num_inference_steps", _steps(pipe))),
             "frames": _frames(pipe), "factor": factor, "unit": 4 * factor,
             "aside": [role for role in roles if role not in chain],
         },
-        "roles": roles, "text": text, "modules": made,
+        "notes": notes, "roles": roles, "text": text, "modules": made,
         "vaes": {role: _config_of(module) for role, module in vaes.items() if role in used},
     }  # fmt: skip
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(contents, file, indent=1, default=list)
+    write(path, json.dumps(contents, indent=1, default=list))
 
 
 def _record(pipe: Any, asked: Sequence[Mapping[str, Any]], poll: Any) -> list[RecordedCall]:
@@ -326,6 +322,13 @@ def _calls_of(role: str, recorded: Sequence[tuple[Values, RecordedCall]]) -> lis
 def _shown(called: ComponentCall) -> Any:
     shapes = [tuple(x.shape) for x in leaves_of((called.args, dict(called.kwargs))) if hasattr(x, "shape")]
     return called.method, shapes, called.kept
+
+
+def _tokens(call: RecordedCall) -> int:
+    """Count the tokens of the longest prompt that an encoder gets; 1 if there is none."""
+    given = (called for called in call.calls if "text_encoder" in called.role)
+    ids = (x for called in given for x in leaves_of((called.args, dict(called.kwargs))) if hasattr(x, "shape"))
+    return max((int(x.shape[1]) for x in ids if len(x.shape) == 2), default=1)
 
 
 def _steps(pipe: Any) -> int:

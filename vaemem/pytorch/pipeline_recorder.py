@@ -46,6 +46,12 @@ class PipelineRecorder(Recorder):
         self._role = ""  # the component whose weight moves
         self._stale = dict[int, Any]()  # storages of contents that are unknown by now, by address
 
+    def notes(self) -> list[str]:
+        """Say what the recording does not count, and what it supposed."""
+        missing = [f"not counted: {what} ({count} times)" for what, count in self.recording.unmodelled.items()]
+        read = "read a number that only a real run has"
+        return [*missing, *(f"{name} {read} ({count} times); 0 was taken" for name, count in self.guesses.items())]
+
     def begin(self, phase: str) -> None:
         """End the phase, unless it is this one. The next begins as soon as the weights for it are there."""
         if phase != self._phase:

@@ -376,10 +376,11 @@ def _without_cycles() -> Iterator[None]:
 
 
 class RecordedCall(NamedTuple):
-    """What a pipeline did in a call, and its components' calls."""
+    """What a pipeline did in a call, and its components' calls. notes: what was not counted, or not known"""
 
     events: list[Event]
     calls: list[ComponentCall]
+    notes: list[str]
 
 
 def record_calls(pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card) -> list[RecordedCall]:
@@ -391,6 +392,8 @@ def record_calls(pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card) -
             copied.scheduler = copy.deepcopy(pipe.scheduler)
             recorder.script = recorder._trace = recorder.writer = EventWriter()
             recorder.calls = []
+            recorder.guesses.clear()
+            recorder.recording.unmodelled.clear()
             with _following(pipe, copied, recorder), _without_cycles():
                 recorder.writer.hidden = False
                 output = call(copied)
@@ -400,5 +403,6 @@ def record_calls(pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card) -
                 recorder.writer.hidden = True
             recorder.writer.end()
             kept = zip(recorder.calls, recorder.writer.kept, strict=True)
-            found.append(RecordedCall(recorder.writer.events, [one._replace(kept=which) for one, which in kept]))
+            calls_made = [one._replace(kept=which) for one, which in kept]
+            found.append(RecordedCall(recorder.writer.events, calls_made, recorder.notes()))
     return found
