@@ -93,7 +93,7 @@ class _Action(NamedTuple):
 
 
 _Equation = tuple[_Polynomial, str, _Polynomial]  # two sides, and the sign between them
-_SIGNS = {" != ": operator.ne, " > ": operator.gt, " = ": operator.eq}
+SIGNS = {" != ": operator.ne, " > ": operator.gt, " = ": operator.eq}
 
 
 class PipelineText:
@@ -202,11 +202,11 @@ def _do_the_same(before: Sequence[_Action], one: Sequence[_Action], other: Seque
 
 
 def _hold(equations: Iterable[_Equation], at: Mapping[str, int]) -> bool:
-    return all(_SIGNS[sign](left.value(at), right.value(at)) for left, sign, right in equations)
+    return all(SIGNS[sign](left.value(at), right.value(at)) for left, sign, right in equations)
 
 
 def _read_equation(text: str) -> _Equation:
-    sign = next((sign for sign in _SIGNS if sign in text), " = ")
+    sign = next((sign for sign in SIGNS if sign in text), " = ")
     left, _, right = text.partition(sign)
     return _Polynomial.read(left), sign, _Polynomial.read(right)
 

@@ -152,7 +152,7 @@ def _write_module(
     for group in groups.values():
         points = [at for at, _ in group]
         others = [at for other in groups.values() if other is not group for at, _ in other]
-        case = equations_of(points, others, ["n", "f", "h", "w"])
+        case = equations_of(points, others, ["n", "f"])
         fit = PolynomialFit(monomials, points)
         writer = Writer(fit, dtype)
         writer.write([call for _, call in group])

@@ -6,15 +6,14 @@ the same for each image. Which variables tell the cases apart is found here.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import functools
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._errors import ArgumentError
-from vaemem.pipelines.text import PipelineText
+from vaemem.pipelines.text import SIGNS, PipelineText
 from vaemem.pytorch.fitting import PolynomialFit, products
 from vaemem.pytorch.text_recorder import Event
 
@@ -22,10 +21,11 @@ Values = Mapping[str, int]  # of the text's variables
 _Shapes = Sequence[tuple[str, tuple[int, ...]]]
 # The role, method and shapes of a call, and the text's variables -> the component's variables
 VariablesOf = Callable[[str, str, _Shapes, Values], Values]
+_Equation = tuple[str, str, int]  # a variable, a sign, and a number
 _Key = tuple[str, tuple[str, ...]]  # what has to be the same at every size: an event's kind and words
 _PLACES = ["", "h w", "t", "h", "w", "s", "m", "f", "f h w", "p", "y x", "q", "y", "x", "k"]
-_TELLING = "g i u c e v n s t".split()  # variables that the code may decide by, the likeliest first
-_HOLDS = {"=": operator.eq, "!=": operator.ne, ">": operator.gt}
+_TELLING = "g i u c e v n s".split()  # variables that the code may decide by, the likeliest first
+_COUNTS = "n f s".split()  # "more than one" tells more of them than "seven"
 _MANY_STEPS = 5  # of these, some do the same
 _LEAST_LOOPED = 3  # fewer repetitions may be there by accident
 
@@ -248,37 +248,19 @@ class _Text:
         return self._groups[numbers]
 
     def _split(self, numbers: frozenset[int]) -> list[tuple[frozenset[int], str]]:
-        found = max((one for one in self._told if one <= numbers), key=len, default=frozenset[int]())
-        if len(found) > 1:
-            equations, rest = self._told[found], numbers - found
-            return [(found, equations), *(self._apart(rest) if rest else ())]
-        own = {number: case.points for number, case in enumerate(self.cases)}
-        others = {number: [at for other, points in own.items() if other != number for at in points] for number in own}
-        return [(frozenset([one]), equations_of(own[one], others[one])) for one in sorted(numbers)]
+        """Try all of them, then those that one equation holds for, then each alone."""
+        points = [at for number in numbers for at in self.cases[number].points]
+        tried = [numbers, *(self._cases_with(numbers, one) for one in _equations(points, points, _TELLING))]
+        for chosen in sorted(filter(None, tried), key=len, reverse=True):
+            own = [at for number in chosen for at in self.cases[number].points]
+            others = [at for number, case in enumerate(self.cases) if number not in chosen for at in case.points]
+            with contextlib.suppress(ArgumentError):
+                rest = numbers - chosen
+                return [(chosen, equations_of(own, others)), *(self._apart(rest) if rest else ())]
+        raise ArgumentError("points", "steps that differ by a variable", f"others at {dict(points[0])}")
 
-    @functools.cached_property
-    def _told(self) -> dict[frozenset[int], str]:
-        """Cases that a few equations tell from all others, with these."""
-        points = [(number, at) for number, case in enumerate(self.cases) for at in case.points]
-        whole = [
-            sum(1 << i for i, (number, _) in enumerate(points) if number == case) for case in range(len(self.cases))
-        ]
-        known = dict[int, str]()  # equations by the points at which they hold, as bits
-        for name in _TELLING:
-            values = sorted({at[name] for _, at in points})
-            signs = ["=", "!=", ">"] if len(values) > 2 else ["="]
-            for sign, value in itertools.product(signs, values if len(values) > 1 else ()):
-                held = sum(1 << i for i, (_, at) in enumerate(points) if _HOLDS[sign](at[name], value))
-                known.setdefault(held, f"1 {name} {sign} {value}")
-        found = {frozenset(range(len(self.cases))): ""}
-        for count in (1, 2, 3):
-            for chosen in itertools.combinations(known.items(), count):
-                mask = functools.reduce(operator.and_, (held for held, _ in chosen))
-                parts = [mask & case for case in whole]
-                if mask and all(part in (0, case) for part, case in zip(parts, whole, strict=True)):
-                    cases = frozenset(number for number, part in enumerate(parts) if part)
-                    found.setdefault(cases, "; ".join(text for _, text in chosen))
-        return found
+    def _cases_with(self, numbers: frozenset[int], one: _Equation) -> frozenset[int]:
+        return frozenset(number for number in numbers if all(_holds(one, at) for at in self.cases[number].points))
 
     def _item(self, item: _Item, numbers: Iterable[int]) -> Iterator[str]:
         """Yield the lines of an item in some cases."""
@@ -342,26 +324,36 @@ def write_text(recorded: Sequence[tuple[Values, Sequence[Event]]], variables_of:
         yield from [line.replace(" |", f" {count} |", 1)] if joined else [line] * count
 
 
-def equations_of(
-    own: Sequence[Values], others: Sequence[Values], telling: Sequence[str] = _TELLING, most: int = 7
-) -> str:  # fmt: skip
-    """Find the fewest equations of variables that hold at all of one's own points, and that tell them from the others.
-    An equation may also be an inequation: n != 1, s > 3.
+def _holds(equation: _Equation, at: Values) -> bool:
+    name, sign, value = equation
+    return bool(SIGNS[sign](at[name], value))
 
-    telling: the variables
-    most: equations
-    """
-    values = {(name, at[name]) for at in others for name in telling}
-    equal = [(name, "=", own[0][name]) for name in telling if all(at[name] == own[0][name] for at in own)]
-    unequal = [(name, "!=", value) for name, value in sorted(values) if all(at[name] != value for at in own)]
-    few, many = ([one for one in equal if (one[2] > 1) == is_many] for is_many in (False, True))
-    below = {name: [at[name] for at in others if at[name] < min(one[name] for one in own)] for name in telling}
-    above = [(name, ">", max(found)) for name, found in below.items() if len({*found}) > 1]
-    for count in range(most + 1):
-        for chosen in itertools.combinations([*few, *above, *unequal, *many], count):
-            if not any(all(_HOLDS[how](at[name], value) for name, how, value in chosen) for at in others):
-                return "; ".join(f"1 {name} {how} {value}" for name, how, value in chosen)
-    raise ArgumentError("points", "steps that differ by a variable", f"others at {dict(own[0])}")
+
+def _equations(own: Sequence[Values], others: Sequence[Values], telling: Sequence[str]) -> Iterator[_Equation]:
+    """Yield equations that hold at one of these points at least, the plainest first: g = 1, s > 3, n != 1, n = 7."""
+    values = {name: sorted({at[name] for at in (*own, *others)}) for name in telling}
+    # A number of steps among many is where a recording happens to be, and tells nothing.
+    values |= {name: [value for value in found if value < _MANY_STEPS] for name, found in values.items() if name == "s"}
+    plain = [(name, value) for name in telling for value in values[name] if value <= 1 or name not in _COUNTS]
+    yield from ((name, " = ", value) for name, value in plain)
+    yield from (("s", " > ", value) for value in values.get("s", ())[1:])
+    yield from ((name, " != ", value) for name in telling for value in values[name])
+    yield from ((name, " = ", value) for name in telling for value in values[name] if (name, value) not in plain)
+
+
+def equations_of(own: Sequence[Values], others: Sequence[Values], telling: Sequence[str] = _TELLING) -> str:
+    """Find few equations of variables that hold at all of one's own points, and that tell them from the others.
+    ValueError if none do. telling: the variables"""
+    known = [one for one in _equations(own, others, telling) if all(_holds(one, at) for at in own)]
+    left, chosen = [*others], list[_Equation]()
+    while left:
+        best = max(known, key=lambda one: sum(not _holds(one, at) for at in left), default=None)
+        kept = [at for at in left if best and _holds(best, at)]
+        if best is None or len(kept) == len(left):
+            raise ArgumentError("points", "steps that differ by a variable", f"others at {dict(own[0])}")
+        left = kept
+        chosen.append(best)
+    return "; ".join(f"1 {name}{sign}{value}" for name, sign, value in sorted(chosen, key=known.index))
 
 
 def check_text(text: PipelineText, at: Values, events: Sequence[Event], variables_of: VariablesOf) -> None:
