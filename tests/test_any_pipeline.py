@@ -26,14 +26,7 @@ from vaemem.pytorch import predict_pipeline as predict_any
 from vaemem.pytorch.loading import random_pipeline
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
 
-CUDA = torch.device("cuda")
-WAYS = {
-    "none": lambda pipe: pipe.to("cuda"),
-    "model": lambda pipe: pipe.enable_model_cpu_offload(device="cuda"),
-    "sequential": lambda pipe: pipe.enable_sequential_cpu_offload(device="cuda"),
-    "block_level": lambda pipe: pipe.enable_group_offload(CUDA, offload_type="block_level", num_blocks_per_group=1),
-    "leaf_level": lambda pipe: pipe.enable_group_offload(CUDA, offload_type="leaf_level"),
-}
+CUDA, WAYS = torch_pipelines.CUDA, torch_pipelines.WAYS
 SIZES = {"height": 64, "width": 64, "num_inference_steps": 4, "output_type": "pil", "gpu": "RTX 4090"}
 
 

@@ -135,9 +135,10 @@ def test_full_size(monkeypatch, name, gpu, side, batch):
     assert [phase.name for phase in measured.phases] == phases
     for phase in measured.phases:
         said = measured.predicted[phase.name]
+        # A scheduler keeps a few latents, of 0.1 MiB here. The allocator rounds segments up to 2 MiB, large ones to 20.
         assert abs(said.allocated - phase.allocated) < 4 << 20, phase.name
-        assert abs(said.reserved - phase.reserved) < 16 << 20, phase.name
-    assert all(abs(row["reserved_error_percent"]) < 0.6 for row in measured._lines())
+        assert abs(said.reserved - phase.reserved) < 20 << 20, phase.name
+    assert all(abs(row["reserved_error_percent"]) < 1 for row in measured._lines())  # 20 MiB of at least 2 GiB
     table = Table(measured.rows())
     assert {row["model"] for row in table} == {name} and {row["source"] for row in table} == {"measured"}
     parts = table.filter(phase=phases)

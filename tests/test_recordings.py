@@ -30,14 +30,6 @@ import torch_pipelines
 from vaemem.pytorch import predict_pipeline as predict_any
 from vaemem.pytorch import record_pipeline
 
-CUDA = torch.device("cuda")
-WAYS = {
-    "none": lambda pipe: pipe.to("cuda"),
-    "model": lambda pipe: pipe.enable_model_cpu_offload(device="cuda"),
-    "sequential": lambda pipe: pipe.enable_sequential_cpu_offload(device="cuda"),
-    "leaf_level": lambda pipe: pipe.enable_group_offload(CUDA, offload_type="leaf_level"),
-}
-
 
 @pytest.fixture(scope="module")
 def pipe(tmp_path_factory):
@@ -53,10 +45,12 @@ def path(pipe, tmp_path_factory):
     return str(file)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["none", "model", "sequential", "leaf_level"])
 def test_a_recording_predicts_what_the_pipelines_own_code_and_hooks_do(pipe, path, way):
     """At a size and with steps that were not recorded, next to diffusers' and accelerate's own hooks."""
-    own = predict_any(pipe, "a", height=144, width=80, num_inference_steps=5, gpu="RTX 4090", prepare=WAYS[way])
+    own = predict_any(
+        pipe, "a", height=144, width=80, num_inference_steps=5, gpu="RTX 4090", prepare=torch_pipelines.WAYS[way]
+    )
     found = predict_pipeline(path, 144, 80, gpu="RTX 4090", offload=way, steps=5)
     own = {
         p.name: (p.allocated, p.reserved) for p in own.phases if p.name != "load"

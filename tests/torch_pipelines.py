@@ -11,6 +11,14 @@ import transformers
 from engine import config
 
 MAX_LENGTH = 8
+CUDA = torch.device("cuda")
+WAYS = {  # how a pipeline comes to a card
+    "none": lambda pipe: pipe.to("cuda"),
+    "model": lambda pipe: pipe.enable_model_cpu_offload(device="cuda"),
+    "sequential": lambda pipe: pipe.enable_sequential_cpu_offload(device="cuda"),
+    "block_level": lambda pipe: pipe.enable_group_offload(CUDA, offload_type="block_level", num_blocks_per_group=1),
+    "leaf_level": lambda pipe: pipe.enable_group_offload(CUDA, offload_type="leaf_level"),
+}
 
 
 def autoencoder(name: str, **settings) -> diffusers.AutoencoderKL:

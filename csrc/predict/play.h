@@ -34,9 +34,9 @@ void vm_play_free(vm_play *p); /* accepts NULL */
 vm_status vm_play_answer(vm_play *p, const uint64_t *workspace, const uint64_t *next);
 vm_status vm_play_answer_call(vm_play *p, const vm_called *c, const uint64_t *workspace, const uint64_t *next);
 
-/* Plays the events that were not played yet. VM_ENOMEM if the device is full: vm_play_oom has the figures; or if this
- * machine has no memory. An event that fails counts as played. A call frees what it allocated; a take keeps the first
- * *taken storages. */
+/* Plays the events that were not played yet. VM_ENOMEM: the device is full, with figures in vm_play_oom; or this machine
+ * is out of memory. A failed event counts as played. A failed call frees its storages. A failed take keeps the first
+ * *taken of its storages. */
 vm_status vm_play_run(vm_play *p, size_t *taken);
 /* Plays the event that was just written to its script, for scripts that are written while they are played. The script
  * forgets an event that fails. A take that fails frees its storages. */

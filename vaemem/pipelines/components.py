@@ -32,7 +32,7 @@ MOST_FRAMES = FRAME_STRIDE * 1023 + 1  # latent frames that Wan's transformer ha
 
 
 class Pipeline(NamedTuple):
-    """Facts about a pipeline of diffusers. Its text in vaemem/data/pipelines says what it does.
+    """Facts about a pipeline of diffusers. A text in vaemem/data/pipelines has its steps.
 
     about: the class, and the repository of its weights on the Hugging Face Hub
     parts: the component of each role, in the order of ``model_cpu_offload_seq``: a recorded module, or a VAE's name

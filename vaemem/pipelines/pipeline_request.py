@@ -254,7 +254,7 @@ def text_name(pipeline: str, image: bool) -> str:
 
 
 def variables_of(pipeline: Pipeline, height: int, width: int, **more: int) -> dict[str, int]:
-    """Return the variables of a pipeline's text for an image's size. more: those that follow from nothing else"""
+    """Return the variables of a pipeline's text for an image's size. more: the other variables"""
     sides = scale_edited(height, width) if pipeline.sees else (height, width)
     (h, w), (y, x) = ((a // pipeline.factor, b // pipeline.factor) for a, b in ((height, width), sides))
     padded = -(-more["t"] // MOST_SEQUENCE) * MOST_SEQUENCE

@@ -185,7 +185,7 @@ class PipelineRun:
         return self._keep(self._call(role, **sizes), kept)
 
     def _keep(self, outputs: Sequence[int], kept: int) -> Sequence[int]:
-        """Return so many of a call's outputs."""
+        """Return `kept` outputs of a call. The last one also holds further outputs; 0 stands for a missing one."""
         if not outputs:
             return ()
         if not kept:

@@ -1,24 +1,23 @@
 """Pipelines as text: what a pipeline's own code does around its components' calls, recorded once with PyTorch.
 
-vaemem/pytorch/text_writer.py writes a text, data/pipelines has them. Each line is a word, what follows it, and, after
-a bar, a name:
+vaemem/pytorch/text_writer.py writes texts, and data/pipelines has those of known pipelines. A line is a word, its
+arguments, and, after a bar, a name:
 
-    case 1 g = 1; 1 u = 0           runs with these variables were recorded, for which all equations hold; others are
-                                    refused, if no other case holds. Others are 1 n != 1, 1 s > 3
+    case 1 g = 1; 1 u = 0           a case was recorded. A run needs one case with equations that all hold; another
+                                    equation is 1 n != 1 or 1 s > 3
     when 1 g = 1                    the lines up to the next "when" apply if this holds; without equations, always
     take 2048 n t e | embeds        allocate bytes for a tensor
     free 0 | embeds                 free the oldest tensor of this name; 1 is the next one
     free 0 3 | embeds               do so three times
-    call unet n=2 n; h=1 h | 1      call a component, or a VAE's encode or decode; it leaves so many outputs, which have
-                                    the component's role as their name
-    repeat 1 n                      do the lines up to "done" so often; nothing within it repeats
+    call unet forward n=2 n | 1     call a component's method with these sizes. One output stays; its name is the role
+    repeat 1 n                      repeat the lines up to "done" for each image. Repeats do not nest
     convert vae float32             convert a component's weights to a type
     blas                            multiply matrices outside of components, by cuBLAS; or "blas lt", by cuBLASLt
-    steps 1 s                       so many steps of the scheduler; the lines before the first of the next ones are the
-                                    first step's, and of what precedes it
-    step                            the lines of another step follow; after "each" those of the one that is repeated,
-                                    after "last" those of the last one, if it differs
-    end                             the lines after the steps follow
+    steps 1 s                       the scheduler has s steps. The first step begins without a line of its own
+    step                            the second step begins; another "step" begins the third
+    each                            a step begins that stands for all further ones
+    last                            the last step begins, if it differs
+    end                             the steps are over
 
 A size is a polynomial: ``"1280 n h w + 640"``. Its variables are
 
@@ -93,7 +92,7 @@ class _Action(NamedTuple):
 
 
 _Equation = tuple[_Polynomial, str, _Polynomial]  # two sides, and the sign between them
-SIGNS = {" != ": operator.ne, " > ": operator.gt, " = ": operator.eq}
+COMPARISONS = {" != ": operator.ne, " > ": operator.gt, " = ": operator.eq}
 
 
 class PipelineText:
@@ -131,8 +130,8 @@ class PipelineText:
             raise ArgumentError("text", "done after every repeat", "the end")
 
     def played(self, at: Mapping[str, int]) -> Iterator[tuple[Sequence[_Line], int]]:
-        """Yield what is done up to the end of the first step, the further ones, and what follows; and how many steps
-        each stands for. ValueError if nothing was recorded with these variables."""
+        """Yield the lines of each part, and how many steps the part stands for. The first part ends with the first
+        step; the last part follows all steps. ValueError if nothing was recorded with these variables."""
         if not any(_hold(case, at) for case in self.cases):
             got = ", ".join(f"{name} = {value}" for name, value in at.items())
             raise ArgumentError("pipeline", "a case that was recorded", got)
@@ -202,11 +201,11 @@ def _do_the_same(before: Sequence[_Action], one: Sequence[_Action], other: Seque
 
 
 def _hold(equations: Iterable[_Equation], at: Mapping[str, int]) -> bool:
-    return all(SIGNS[sign](left.value(at), right.value(at)) for left, sign, right in equations)
+    return all(COMPARISONS[sign](left.value(at), right.value(at)) for left, sign, right in equations)
 
 
 def _read_equation(text: str) -> _Equation:
-    sign = next((sign for sign in SIGNS if sign in text), " = ")
+    sign = next((sign for sign in COMPARISONS if sign in text), " = ")
     left, _, right = text.partition(sign)
     return _Polynomial.read(left), sign, _Polynomial.read(right)
 
@@ -243,8 +242,8 @@ class _Run(Protocol):
         """Free a tensor."""
 
     def call(self, role: str, method: str, given: int, kept: int, **sizes: int) -> Sequence[int]:
-        """Call a component; return the handles of so many outputs, or none if there are none. given: the tensor that
-        was taken last"""
+        """Call a component; return the handles of `kept` outputs, or no handles at all. given: the handle of the last
+        tensor that was taken"""
 
     def convert(self, role: str, dtype: str) -> None:
         """Convert a component's weights."""
@@ -253,7 +252,7 @@ class _Run(Protocol):
         """Multiply matrices."""
 
     def stand_for(self, steps: int) -> None:
-        """Count the work from now on as that of so many steps."""
+        """Multiply the work from now on by a number of steps."""
 
 
 def play_text(text: PipelineText, at: Mapping[str, int], run: _Run, left: dict[str, list[int]]) -> None:

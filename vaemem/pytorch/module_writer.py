@@ -102,7 +102,7 @@ class ScriptRecorder(Recorder):
         self.script.calls.pop()
 
     def attend(self, call: AttentionCall, kernel: str) -> int:
-        if kernel not in ("flash", "efficient"):  # of which all that they take is counted
+        if kernel not in ("flash", "efficient"):  # all memory of these two is counted
             raise ValueError(f"{self.name()}: expected a fused kernel, got {kernel}")
         return self.script.attention(call)
 

@@ -40,7 +40,7 @@ from vaemem.pytorch.recording import record_by
 from vaemem.pytorch.text_recorder import ComponentCall, RecordedCall, record_calls
 from vaemem.pytorch.text_writer import Values, check_text, equations_of, write_text
 
-# n, h, w, f, s: images, latents of which each side is a multiple of 4, their frames, steps.
+# n images, latents h x w with sides that are multiples of 4, f frames of them, s steps.
 _POINTS = [
     (1, 16, 24, 2, 6), (2, 12, 20, 3, 7), (3, 20, 8, 4, 8), (1, 36, 28, 3, 9), (2, 24, 16, 5, 6), (7, 8, 32, 2, 7),
     (3, 32, 12, 3, 6), (1, 28, 40, 4, 7), (5, 40, 16, 6, 8), (1, 44, 20, 5, 6), (1, 8, 48, 6, 7), (2, 48, 40, 2, 6),

@@ -187,7 +187,7 @@ def _span(node: Any) -> tuple[Any, ...]:
 
 
 def _viewed(value: ast.expr) -> Iterator[ast.expr]:
-    """Yield an expression, and those that it is a view of."""
+    """Yield an expression; then, if it makes a view, the viewed expression, and so on."""
     yield value
     if isinstance(value, ast.Subscript):
         yield from _viewed(value.value)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._errors import ArgumentError
-from vaemem.pipelines.text import SIGNS, PipelineText
+from vaemem.pipelines.text import COMPARISONS, PipelineText
 from vaemem.pytorch.fitting import PolynomialFit, products
 from vaemem.pytorch.text_recorder import Event
 
@@ -126,7 +126,7 @@ class _Case:
         self.events = list[list[list[Event | None]]]()  # by point, item and line
 
     def _numbers(self, steps: int) -> list[int] | None:
-        """Return the numbers of the parts of so many steps, in order; None if there are none for so many."""
+        """Return the number of the part that each step does, and of the end. None if the case has too few steps."""
         names = ["first", *self.names]
         last = [names.index("last")] if "last" in names and steps > 1 else []
         each = names.index("each") if "each" in names else len(names) - 2 - ("last" in names)
@@ -156,8 +156,8 @@ class _Case:
         return True
 
     def items(self) -> Iterator[tuple[str, _Key | Loop]]:
-        """Yield what it does, each item with its part: first, step 1, ..., each, last or end. A part begins with an
-        item of its own."""
+        """Yield (part, item). Parts are first, step 1, step 2 ..., each, last, end. All but the first begin with an
+        item that names them."""
         labels = [f"step {number}" if name == "step" else name for number, name in enumerate(self.names, 1)]
         for label, folded, name in zip(["first", *labels], self.folded, ["", *self.names], strict=True):
             yield from ((label, key) for key in ([("part", (name,))] if name else []))
@@ -326,7 +326,7 @@ def write_text(recorded: Sequence[tuple[Values, Sequence[Event]]], variables_of:
 
 def _holds(equation: _Equation, at: Values) -> bool:
     name, sign, value = equation
-    return bool(SIGNS[sign](at[name], value))
+    return bool(COMPARISONS[sign](at[name], value))
 
 
 def _equations(own: Sequence[Values], others: Sequence[Values], telling: Sequence[str]) -> Iterator[_Equation]:
