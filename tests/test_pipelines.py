@@ -569,7 +569,8 @@ def test_an_image_that_the_pipeline_makes_first():
             assert later.kind == alone.name and later.reserved >= alone.reserved
             assert both.work(later) or later.kind == "encode image"
             if alone.name in ("denoise", "decode"):  # both images are encoded, one alone
-                assert abs(later.allocated - alone.allocated) < 8 * MIB and later.flops == alone.flops
+                # PNDM keeps four outputs of the first call, each of 4 MiB at most with what the allocator rounds up.
+                assert abs(later.allocated - alone.allocated) < 16 * MIB and later.flops == alone.flops
         assert phase(both, "encode image").flops == 2 * phase(second, "encode image").flops
         assert both.to_dict()["asked"]["image"] == [512, 384] and len(both.rows()) == len(both.phases) + 1
         heights = {row["phase"]: row["height"] for row in both.rows()}

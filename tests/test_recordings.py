@@ -48,13 +48,11 @@ def path(pipe, tmp_path_factory):
 @pytest.mark.parametrize("way", ["none", "model", "sequential", "leaf_level"])
 def test_a_recording_predicts_what_the_pipelines_own_code_and_hooks_do(pipe, path, way):
     """At a size and with steps that were not recorded, next to diffusers' and accelerate's own hooks."""
-    own = predict_any(
-        pipe, "a", height=144, width=80, num_inference_steps=5, gpu="RTX 4090", prepare=torch_pipelines.WAYS[way]
-    )
-    found = predict_pipeline(path, 144, 80, gpu="RTX 4090", offload=way, steps=5)
-    own = {
-        p.name: (p.allocated, p.reserved) for p in own.phases if p.name != "load"
-    }  # buffers that no module's file has
+    how = {"height": 144, "width": 80, "gpu": "RTX 4090"}
+    own = predict_any(pipe, "a", num_inference_steps=5, prepare=torch_pipelines.WAYS[way], **how)
+    found = predict_pipeline(path, steps=5, offload=way, **how)
+    # Buffers that no file has count in load.
+    own = {p.name: (p.allocated, p.reserved) for p in own.phases if p.name != "load"}
     assert own == {p.name: (p.allocated, p.reserved) for p in found.phases if p.name != "load"}
 
 

@@ -34,7 +34,7 @@ void vm_play_free(vm_play *p); /* accepts NULL */
 vm_status vm_play_answer(vm_play *p, const uint64_t *workspace, const uint64_t *next);
 vm_status vm_play_answer_call(vm_play *p, const vm_called *c, const uint64_t *workspace, const uint64_t *next);
 
-/* Plays the events that were not played yet. VM_ENOMEM: the device is full, with figures in vm_play_oom; or this machine
+/* Plays the events that were not played yet. VM_ENOMEM: the device is full (vm_play_oom has figures), or this machine
  * is out of memory. A failed event counts as played. A failed call frees its storages. A failed take keeps the first
  * *taken of its storages. */
 vm_status vm_play_run(vm_play *p, size_t *taken);
