@@ -25,8 +25,8 @@ from vaemem._common import grouped
 from vaemem.pipelines.programs import Recorded
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.fitting import PolynomialFit, evaluate
-from vaemem.pytorch.module_writer import NEGLIGIBLE, ScriptRecorder, Writer, settle, versions_of, weights_text
-from vaemem.pytorch.recorder import Recorder, Recording
+from vaemem.pytorch.module_writer import ScriptRecorder, Writer, settle, versions_of, weights_text
+from vaemem.pytorch.recorder import NEGLIGIBLE, Recorder, Recording
 from vaemem.pytorch.recording import record_by
 
 OUT = Path(__file__).parent.parent / "vaemem" / "data" / "modules"

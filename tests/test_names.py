@@ -119,7 +119,7 @@ def test_no_name_means_two_things():
 # Repositories whose VAE is known, with what `fits` and `pipeline` know of them.
 SHARED = [
     ("stabilityai/stable-diffusion-2-1", "sd15", "sd21"), ("stabilityai/sd-turbo", "sd15", "sd21"),
-    ("Kwai-Kolors/Kolors-diffusers", "sdxl", ""), ("PixArt-alpha/PixArt-Sigma-XL-2-2K-MS", "sdxl", ""),
+    ("Kwai-Kolors/Kolors-diffusers", "sdxl", "kolors"), ("PixArt-alpha/PixArt-Sigma-XL-2-2K-MS", "sdxl", ""),
     ("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", "sdxl", "pixart-sigma"),
     ("PixArt-alpha/PixArt-XL-2-1024-MS", "sd15", ""), ("segmind/SSD-1B", "sdxl", ""),
     ("OnomaAIResearch/Illustrious-xl-early-release-v0", "sdxl", "sdxl"), ("Illustrious", "sdxl", "sdxl"),
@@ -131,7 +131,7 @@ SHARED = [
     ("Qwen/Qwen-Image-2512", "qwen-image", "qwen-image"),
     ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "wan2.1", ""), ("wan-ai/wan2.2-i2v-a14b", "wan2.1", ""),
     ("black-forest-labs/FLUX.1-Depth-dev", "flux", ""), ("FLUX.1-Canny-dev", "flux", ""),
-    ("Wan-AI/Wan2.1-VACE-14B", "wan2.1", ""), ("krea2", "qwen-image", ""), ("krea/Krea-2-Turbo", "qwen-image", ""),
+    ("Wan-AI/Wan2.1-VACE-14B", "wan2.1", ""), ("anima", "qwen-image", ""), ("krea/Krea-2-Turbo", "qwen-image", ""),
     ("anima", "qwen-image", ""), ("Z-Image-Edit", "zimage", ""),
     ("someone/FLUX.1-dev", "flux", "flux"), ("stabilityai/stable-diffusion-3.5-large-turbo", "sd3", "sd35-large"),
 ]  # fmt: skip

@@ -147,21 +147,36 @@ static const module *outermost(const player *y) {
 }
 
 /* Looks up a question and its sizes. Returns: its dtype. */
-static vm_dtype look_up(const player *y, int list, uint32_t number, const question **q, int64_t n[9]) {
+static vm_dtype look_up(const player *y, int list, uint32_t number, const question **q, int64_t n[OF_GENERAL]) {
     *q = &y->p->question[list][y->call->own[list].first + number];
-    const int sizes = list == CONVS && !(*q)->flag[FRAMES] ? 8 : 9;
-    for (int i = 0; i < sizes; i++) n[i] = y->size[(*q)->size[i]];
+    for (size_t i = 0; i < (*q)->sizes; i++) n[i] = y->size[(*q)->size[i]];
     return (*q)->dtype < 0 ? y->asked->dtype : (vm_dtype)(*q)->dtype;
+}
+
+/* n: batch, channels of input and output, groups; then depth, height and width of the input, the filter, stride,
+ * padding, dilation, and of what is added to a transposed one's output. */
+static vm_conv to_general(vm_dtype dtype, const int64_t *n, const question *q) {
+    vm_conv conv = {.dtype = dtype,
+                    .transposed = q->flag[TRANSPOSED],
+                    .dims = q->flag[HAS_DEPTH] ? 3 : 2,
+                    .n = n[0],
+                    .c = n[1],
+                    .k = n[2],
+                    .groups = n[3]};
+    int64_t *extent[] = {conv.size, conv.filter, conv.stride, conv.padding, conv.dilation, conv.output_padding};
+    for (size_t i = 0; i < sizeof extent / sizeof *extent; i++)
+        for (size_t d = 0; d < VM_CONV_DIMS; d++) extent[i][d] = n[4 + i * VM_CONV_DIMS + d];
+    return conv;
 }
 
 static vm_conv to_conv(const player *y, uint32_t number) {
     const question *q;
-    int64_t n[9];
+    int64_t n[OF_GENERAL] = {0};
     const vm_dtype dtype = look_up(y, CONVS, number, &q, n);
-    vm_conv conv = vm_conv_square(dtype, n, n[4], n[5], n[6], n[7]);
+    vm_conv conv = q->sizes == OF_GENERAL ? to_general(dtype, n, q) : vm_conv_square(dtype, n, n[4], n[5], n[6], n[7]);
     conv.tf32 = true;
     conv.nhwc = q->flag[NHWC];
-    if (q->flag[FRAMES]) {
+    if (q->sizes == OF_FRAMES) {
         conv.dims = 3;
         conv.size[0] = n[8];
     }
@@ -170,7 +185,7 @@ static vm_conv to_conv(const player *y, uint32_t number) {
 
 static vm_sdpa to_sdpa(const player *y, uint32_t number) {
     const question *q;
-    int64_t of[9];
+    int64_t of[OF_GENERAL] = {0};
     const vm_dtype dtype = look_up(y, ATTENTIONS, number, &q, of);
     uint64_t n[9];
     for (int i = 0; i < 9; i++) n[i] = (uint64_t)of[i];

@@ -14,6 +14,9 @@
  *                              whether it is NHWC
  *   conv3 run s s s s s s s s s 0
  *                              the same for each of some frames; their number is the last size
+ *   convolution run (22 s) 0 1 0
+ *                              any: n, c, k, groups; of three dimensions each: the input, filter, stride, padding,
+ *                              dilation, output padding; whether it is NHWC, has a depth, and is transposed
  *   attention run s s s s s s s s s 0 1 1 0 1 1 1
  *                              n, heads of queries, of keys, queries, keys, depth of these and of values, a mask's
  *                              elements, those of a row; is_causal, enable_gqa, whether there is a mask and of

@@ -17,12 +17,15 @@ typedef struct module {
     size_t first, steps, takes, reach, plays, depth, path;
 } module;
 
-/* A convolution or an attention. flag: nhwc, and whether the last size is a number of frames; or is_causal, enable_gqa,
- * whether there is a mask and of booleans, which of queries, keys and values lie token by token. */
-enum { NHWC, FRAMES };
+/* A convolution or an attention. sizes: how many it has. flag: nhwc, and of a general convolution whether it has three
+ * dimensions and is transposed; or is_causal, enable_gqa, whether there is a mask and of booleans, which of queries,
+ * keys and values lie token by token. */
+enum { NHWC, HAS_DEPTH, TRANSPOSED };
+enum { OF_SQUARE = 8, OF_FRAMES = 9, OF_ATTENTION = 9, OF_GENERAL = 22 };
 typedef struct question {
     int dtype; /* -1: the call's own */
-    uint32_t size[9];
+    size_t sizes;
+    uint32_t size[OF_GENERAL];
     bool flag[7];
 } question;
 

@@ -91,7 +91,7 @@ static vm_status read_size(vm_program *p, char *line) {
 
 /* Reads a dtype, the indices of `sizes` sizes, and `flags` flags. */
 static vm_status read_question(vm_program *p, const char *at, int list, size_t sizes, size_t flags) {
-    question q = {0};
+    question q = {.sizes = sizes};
     vm_word w = vm_next_word(&at);
     q.dtype = dtype_of(w);
     bool good = q.dtype >= 0 || vm_word_is(w, "run");
@@ -107,15 +107,15 @@ static vm_status read_question(vm_program *p, const char *at, int list, size_t s
     return s;
 }
 
-static vm_status read_conv(vm_program *p, char *line) { return read_question(p, line, CONVS, 8, 1); }
+static vm_status read_conv(vm_program *p, char *line) { return read_question(p, line, CONVS, OF_SQUARE, 1); }
 
-static vm_status read_conv3(vm_program *p, char *line) {
-    const vm_status s = read_question(p, line, CONVS, 9, 1);
-    if (!s) p->question[CONVS][p->count[CONVS] - 1].flag[FRAMES] = true;
-    return s;
+static vm_status read_conv3(vm_program *p, char *line) { return read_question(p, line, CONVS, OF_FRAMES, 1); }
+
+static vm_status read_convolution(vm_program *p, char *line) { return read_question(p, line, CONVS, OF_GENERAL, 3); }
+
+static vm_status read_attention(vm_program *p, char *line) {
+    return read_question(p, line, ATTENTIONS, OF_ATTENTION, 7);
 }
-
-static vm_status read_attention(vm_program *p, char *line) { return read_question(p, line, ATTENTIONS, 9, 7); }
 
 /* Reads one word, which ends with 0. */
 static bool read_step(vm_program *p, char *text, step *out) {
@@ -175,10 +175,15 @@ static vm_status read_line(vm_program *p, char *line) {
         const char *kind;
         int list; /* of a call; -1: before the first call, -2: a call itself */
         vm_status (*read)(vm_program *p, char *line);
-    } kinds[] = {{"variables", -1, read_variables}, {"derived", -1, read_derived},
-                 {"call", -2, read_call},           {"size", SIZES, read_size},
-                 {"conv", CONVS, read_conv},        {"conv3", CONVS, read_conv3},
-                 {"module", MODULES, read_module},  {"attention", ATTENTIONS, read_attention}};
+    } kinds[] = {{"variables", -1, read_variables},
+                 {"derived", -1, read_derived},
+                 {"call", -2, read_call},
+                 {"size", SIZES, read_size},
+                 {"conv", CONVS, read_conv},
+                 {"conv3", CONVS, read_conv3},
+                 {"module", MODULES, read_module},
+                 {"convolution", CONVS, read_convolution},
+                 {"attention", ATTENTIONS, read_attention}};
     const char *at = line;
     const vm_word kind = vm_next_word(&at);
     char *rest = line + kind.length + (line[kind.length] == ' ');

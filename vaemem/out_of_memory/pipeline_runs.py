@@ -13,7 +13,7 @@ from vaemem.out_of_memory.messages import OomMessage
 from vaemem.out_of_memory.refusals import AGREES, PLAYED, Calls, Refusals
 from vaemem.out_of_memory.runs import TELLING, TOLD, Found, Match
 from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Areas, Size, list_sizes
-from vaemem.pipelines.components import FRAME_STRIDE, PIPELINES
+from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, resolve_pipeline
 from vaemem.pipelines.pipeline_run import PipelineRun, play_pipeline
 from vaemem.prediction.gpus import Gpu, find_gpu
@@ -130,13 +130,13 @@ def _areas(name: str, gpu: Gpu, message: OomMessage) -> Areas:
 def _solve_frames(name: str, size: Size, gpu: Gpu, message: OomMessage) -> list[int]:
     """Return the numbers of frames with which a video has a tensor of the message's size."""
     many, few = (_tensors(name, size, frames, gpu.sm) for frames in _FRAMES)
-    found = set[int]()
+    found, stride = set[int](), PIPELINES[name].frame_factor
     for key in many.keys() & few.keys():
         each = (many[key] - few[key]) / (_FRAMES[0] - _FRAMES[1])
         if each > 0:
             least, most = (_FRAMES[0] + (bound - many[key]) / each for bound in message.range)
-            first = -(-max(int(least), 1) // FRAME_STRIDE) * FRAME_STRIDE + 1
-            found |= {*range(first, min(int(most), _MOST) + 1, FRAME_STRIDE)}
+            first = -(-max(int(least), 1) // stride) * stride + 1
+            found |= {*range(first, min(int(most), _MOST) + 1, stride)}
     return sorted(found)[:3]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import shlex
@@ -10,11 +11,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import MOST_SIDE, letters, meant
+from vaemem._common import MOST_SIDE, letters, meant, shipped
 from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
 from vaemem.prediction.recordings import (
+    PACKAGED,
+    SUFFIX,
     component_of,
     find_component,
     is_recorded_component,
@@ -27,8 +30,7 @@ CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "clip-l-sd3", "openclip-g", "op
 CLIP_TOKENS = 77
 MOST_SEQUENCE = 512  # tokens: FluxPipeline's longest prompt; other pipelines pad prompts to this length
 VAE_STRIDE = 8  # pixels of the image per side of a latent's pixel
-FRAME_STRIDE = 4  # frames of a video per frame of its latents, after the first one
-MOST_FRAMES = FRAME_STRIDE * 1023 + 1  # latent frames that Wan's transformer has positions for
+MOST_LATENT_FRAMES = 1024  # that Wan's transformer has positions for
 
 
 class Pipeline(NamedTuple):
@@ -62,6 +64,13 @@ class Pipeline(NamedTuple):
     times: whether each token of the denoiser has a time of its own (expand_timesteps)
     text: the pipeline that has the same text in vaemem/data/pipelines, if another has
     unit: divisor of the image's sides, if that does not follow from the denoiser
+    frame_factor: frames of a video per frame of its latents, after the first one
+    sound: latents of its sound for some frames
+    recording: the path of its recording, if it has one
+    has_words: whether it is known with prompts of any length
+    packs: whether its denoiser can be loaded from a GGUF file
+    converts: whether it converts its VAE to float32, whatever the VAE's config says
+    notes: of its recording
     """
 
     about: str
@@ -91,6 +100,13 @@ class Pipeline(NamedTuple):
     aside: Mapping[str, str] = {}
     text: str = ""
     unit: int = 0
+    frame_factor: int = 4
+    sound: tuple[int, int] = (0, 1)
+    recording: str = ""
+    has_words: bool = True
+    packs: bool = True
+    converts: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def class_name(self) -> str:
@@ -120,8 +136,8 @@ class Pipeline(NamedTuple):
 
     @property
     def upcasts(self) -> bool:
-        """Whether it converts SDXL's VAE from float16 to float32 for its calls."""
-        return self.class_name.startswith("StableDiffusionXL") and self.parts["vae"] == "sdxl"
+        """Whether it converts a VAE like SDXL's from float16 to float32 for its calls."""
+        return self.converts or (self.class_name.startswith("StableDiffusionXL") and self.parts["vae"] == "sdxl")
 
     def guides_in(self, runtime: str) -> bool:
         """Whether it guides by default. ComfyUI's workflows always have a negative prompt."""
@@ -129,7 +145,8 @@ class Pipeline(NamedTuple):
 
     def most_images(self, guidance: bool) -> int:
         """Return the largest batch that is known, 0 for any. Guidance doubles the images of a call."""
-        return self.most_batch // 2 if guidance and self.guides else self.most_batch
+        halves = guidance and self.guides and not self.recording  # a recording has pictures
+        return self.most_batch // 2 if halves else self.most_batch
 
     @property
     def encoders(self) -> list[str]:
@@ -142,9 +159,19 @@ def scale_edited(height: int, width: int) -> tuple[int, int]:
     return round(wide * height / width / 32) * 32, round(wide / 32) * 32
 
 
+def count_sound(frames: int, sound: tuple[int, int]) -> int:
+    """Count the latents of a video's sound. sound: as many latents for some frames"""
+    latents, for_frames = sound
+    return round(frames * latents / for_frames)
+
+
 def count_seen(height: int, width: int) -> int:
     """Count the tokens of an image for Qwen2.5-VL, which takes 28x28 pixels as one."""
     return round(height / 28) * round(width / 28)
+
+
+_COPIED = "dtype vae_dtype tokens steps frames frame_factor factor unit".split()
+_COPIED += "most_batch has_words guides unguided packs converts".split()
 
 
 class _Pipelines(dict[str, Pipeline]):
@@ -153,13 +180,18 @@ class _Pipelines(dict[str, Pipeline]):
     def __missing__(self, name: str) -> Pipeline:
         if not is_recording(name):
             raise KeyError(name)
-        data = read_recording(name)
-        row, parts = data["row"], {role: component_of(name, role) for role in data["roles"]}
-        facts = {fact: row[fact] for fact in ("dtype", "vae_dtype", "tokens", "steps", "frames", "factor")}
-        return Pipeline(
-            data["about"], parts, most_tokens=row["tokens"], begins=False, since=LAST_DIFFUSERS, unit=row["unit"],
-            aside={role: "" for role in row["aside"]}, **facts,
-        )  # fmt: skip
+        return _read_row(name, read_recording(name))
+
+
+def _read_row(path: str, data: Mapping[str, Any]) -> Pipeline:
+    """Make a pipeline from the facts in a recording."""
+    row, parts = data["row"], {role: component_of(path, role) for role in data["roles"]}
+    facts, sound = {fact: row[fact] for fact in _COPIED}, (row["sound"][0], row["sound"][1])
+    return Pipeline(
+        data["about"], parts, most_tokens=MOST_SEQUENCE if row["has_words"] else row["tokens"], begins=False,
+        since=LAST_DIFFUSERS, sound=sound, inputs=1 + row["encodes"], aside={role: "" for role in row["aside"]},
+        recording=path, notes=tuple(data["notes"]), **facts,
+    )  # fmt: skip
 
 
 _FLUX = Pipeline(
@@ -300,6 +332,9 @@ PIPELINES = _Pipelines({
         parts={**_WAN.parts, "transformer": "wan2.2-5b-transformer", "vae": "wan2.2"}, factor=16, times=True,
     ),
 })  # fmt: skip
+PIPELINES.update(
+    (name, _read_row(f"{PACKAGED}{name}{SUFFIX}", data)) for name, data in json.loads(shipped("pipelines.json")).items()
+)
 
 
 def known_pipeline(argument: str, name: Any, among: Iterable[str] = ()) -> str:

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -230,7 +231,8 @@ class Part:
 
     def stream_of(self, offload: GroupOffload) -> int:
         """Return the stream on which its groups come: each component has one of its own."""
-        return 1 + ROLES.index(self.role) if offload.use_stream else 0
+        number = ROLES.index(self.role) if self.role in ROLES else len(ROLES) + zlib.crc32(self.role.encode()) % 16
+        return 1 + number if offload.use_stream else 0
 
     def _order(self, offload: str | GroupOffload, gpu: Gpu, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the numbers of the groups in the order of their modules' calls, if a later call prefetches them."""

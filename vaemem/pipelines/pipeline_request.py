@@ -12,13 +12,14 @@ from vaemem._errors import ArgumentError, Named, inside
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines.components import (
     CLIPS,
-    FRAME_STRIDE,
-    MOST_FRAMES,
+    MOST_LATENT_FRAMES,
     MOST_SEQUENCE,
     PIPELINES,
     VAE_STRIDE,
     Pipeline,
     count_seen,
+    count_sound,
+    is_vae,
     scale_edited,
 )
 from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
@@ -30,7 +31,7 @@ from vaemem.pipelines.quantising import (
 )
 from vaemem.pipelines.storage import GGML, MIXTURES
 from vaemem.prediction.predict import SMALL_TILE
-from vaemem.prediction.recordings import component_of, is_recording
+from vaemem.prediction.recordings import component_of
 from vaemem.prediction.request import Card, Request, Software, usual_tile
 from vaemem.prediction.runtimes import diffusers_release
 
@@ -92,7 +93,7 @@ class PipelineRequest(Request):
     @property
     def latent_frames(self) -> int:
         """Frames of its latents; 1 for an image."""
-        return (self.frames - 1) // FRAME_STRIDE + 1
+        return (self.frames - 1) // self.pipeline.frame_factor + 1
 
     @property
     def text(self) -> str:
@@ -106,7 +107,7 @@ class PipelineRequest(Request):
         return variables_of(
             self.pipeline, self.height, self.width, n=self.batch, f=self.latent_frames, t=self.tokens, s=self.steps,
             e=ELEMENT_BYTES[self.dtype], v=ELEMENT_BYTES[vae.dtype], g=int(self.guided), u=int(vae.upcast),
-            c=int("safety_checker" in roles), i=int(self.image),
+            c=int("safety_checker" in roles), i=int(self.image), a=count_sound(self.frames, self.pipeline.sound),
         )  # fmt: skip
 
     @property
@@ -128,7 +129,7 @@ class PipelineRequest(Request):
     @property
     def tilings(self) -> list[str]:
         """Possible tilings of the VAE: the config's tiles, or smaller ones if those do not cut the image."""
-        longest = max(self.height, self.width)
+        longest = max(self.height, self.width) if is_vae(self.part("vae").component) else 0
         if longest > usual_tile(self.part("vae").component):
             return ["tiled"]
         return [f"tiled {SMALL_TILE}"] if longest > SMALL_TILE else []
@@ -165,6 +166,8 @@ class PipelineRequest(Request):
         if self.encodes and (vae == "vaemem" or "vae" in on_cpu):
             got = ("one on the CPU or ", Named("vae", "vaemem"))
             raise ArgumentError("image" if self.image else "vae", "PyTorch's VAE on the device", got)
+        if vae != "whole" and not is_vae(self.part("vae").component):
+            raise ArgumentError("vae", f"whole with {self.name}", repr(vae), "nobody recorded its VAE otherwise")
         if self.pipeline.frames and vae == "vaemem":
             raise ArgumentError("vae", f"{', '.join(TORCH_WAYS)} for a video", "'vaemem', which decodes one frame")
         check_card(self.parts, self.card)
@@ -247,8 +250,8 @@ def check_way(
 
 def text_name(pipeline: str, image: bool) -> str:
     """Return the name of a pipeline's text. image: whether it begins with one, unlike by itself"""
-    if is_recording(pipeline):
-        return component_of(pipeline, "text")
+    if path := PIPELINES[pipeline].recording:
+        return component_of(path, "text")
     name = PIPELINES[pipeline].text or pipeline
     return f"{name}-image" if image else name
 
@@ -259,7 +262,7 @@ def variables_of(pipeline: Pipeline, height: int, width: int, **more: int) -> di
     (h, w), (y, x) = ((a // pipeline.factor, b // pipeline.factor) for a, b in ((height, width), sides))
     padded = -(-more["t"] // MOST_SEQUENCE) * MOST_SEQUENCE
     patches = {"p": h // 2 * (w // 2), "q": y // 2 * (x // 2), "k": count_seen(*sides)}
-    return {"h": h, "w": w, "y": y, "x": x, "m": padded, **patches, **more}
+    return {"h": h, "w": w, "y": y, "x": x, "m": padded, "a": 0, **patches, **more}
 
 
 def is_tile(side: str, unit: int) -> bool:
@@ -272,7 +275,8 @@ def smaller_roles(pipeline: Pipeline, kind: str) -> list[str]:
     """List the components with which a smaller type of weights is worthwhile: the denoiser, and text encoders other
     than CLIP. GGUF's types are for the denoiser, if its class can load such a file."""
     if letters(kind) in map(letters, (*GGML, *MIXTURES)):
-        return [pipeline.denoiser] * (pipeline.parts[pipeline.denoiser] not in NOT_FROM_A_FILE)
+        is_loaded = pipeline.packs and pipeline.parts[pipeline.denoiser] not in NOT_FROM_A_FILE
+        return [pipeline.denoiser] * is_loaded
     return [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
 
 
@@ -323,8 +327,10 @@ class PipelineArguments:
 def _find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
     """Return the frames that a pipeline makes: 1 for an image."""
     if pipeline.frames:
-        frames = pipeline.frames if given.frames is None else whole("frames", given.frames, most=MOST_FRAMES)
-        return frames // FRAME_STRIDE * FRAME_STRIDE + 1
+        stride = pipeline.frame_factor
+        most = stride * (MOST_LATENT_FRAMES - 1) + 1
+        frames = pipeline.frames if given.frames is None else whole("frames", given.frames, most=most)
+        return (frames - (pipeline.recording != "")) // stride * stride + 1  # Wan rounds up, others down
     if given.frames is not None:
         raise ArgumentError("frames", f"None with {given.pipeline}, which makes images", repr(given.frames))
     return 1
@@ -360,10 +366,12 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     if given.image and not known.begins:
         why = "takes an image in every call" if known.encodes else "is not known to begin with an image"
         raise ArgumentError("image", f"False with {pipeline}, which {why}", str(given.image))
-    if is_recording(pipeline) and (given.prompt_tokens is not None or not given.guidance):
-        name, got = ("guidance", "False") if given.prompt_tokens is None else ("prompt_tokens", given.prompt_tokens)
+    if not known.has_words:
         advice = "record the pipeline with the arguments of your call"
-        raise ArgumentError(name, "None with a recording, which has one prompt and guidance", str(got), advice)
+        if given.prompt_tokens is not None:
+            raise ArgumentError("prompt_tokens", f"None with {pipeline}", str(given.prompt_tokens), advice)
+        if not given.guidance and not known.guides:
+            raise ArgumentError("guidance", "None with a recording of one guidance", "False", advice)
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
     height, width, frames = given.height, given.width, _find_frames(given, known)
     said = describe_size(height, width, given.frames)

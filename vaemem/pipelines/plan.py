@@ -18,7 +18,7 @@ from vaemem.engine.names import shared_note
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.comfyui_run import COMFYUI_OPTIONS, resolve_workflow
-from vaemem.pipelines.components import PIPELINES, known_pipeline, refuse, weights_of
+from vaemem.pipelines.components import PIPELINES, is_vae, known_pipeline, refuse, weights_of
 from vaemem.pipelines.group_offload import GROUPS_SINCE, GroupOffload
 from vaemem.pipelines.pipeline_parts import parts_of
 from vaemem.pipelines.pipeline_request import (
@@ -270,7 +270,9 @@ def diffusers_ways(
         "sequential offload": "sequential",
         "text encoders on CPU": {part.role: "cpu" for part in q.parts if part.role in pipeline.encoders},
     }
-    by_torch = ["whole", *["sliced"] * (q.batch > 1), *q.tilings, *["whole in float16"] * q.part("vae").upcast]
+    is_known = is_vae(q.part("vae").component)
+    by_torch = ["whole", *["sliced"] * (is_known and q.batch > 1), *q.tilings]
+    by_torch += ["whole in float16"] * q.part("vae").upcast
     full = 128 * q.height * q.width * ELEMENT_BYTES[q.part("vae").dtype]
     limit = f"{int((q.part('vae').nbytes + VAE_LIMIT * full) // MIB) + 1} MiB"  # vaemem decodes images one by one
     found = []
@@ -290,7 +292,8 @@ def diffusers_ways(
             if is_left_out or any(part.has(unmoved) for part in stored.parts):
                 continue
             # vaemem only decodes, and hooks on submodules work with PyTorch's modules only.
-            for vae in by_torch if q.encodes or pipeline.frames or is_hooked else [*by_torch, "vaemem"]:
+            by_vaemem = is_known and not (q.encodes or pipeline.frames or is_hooked)
+            for vae in [*by_torch, *["vaemem"] * by_vaemem]:
                 is_fixed = vae.endswith(" in float16")
                 held = {**given, "vae": "float16"} if is_fixed else given
                 if offload == STREAM and q.part("vae").upcast and not is_fixed:

@@ -41,7 +41,7 @@ from vaemem.prediction.lines import BATCHES, Grid, Point
 from vaemem.prediction.planned import Phase, Result, Way
 from vaemem.prediction.predict import SMALL_TILE, Advice
 from vaemem.prediction.process import ROUNDED_UP
-from vaemem.prediction.recordings import is_recording, read_recording
+from vaemem.prediction.recordings import is_recording
 from vaemem.prediction.request import Card, Software, find_card, usual_tile
 from vaemem.prediction.runtimes import WANS
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
@@ -294,8 +294,7 @@ def _others(q: PipelineRequest) -> Iterator[tuple[PipelineRequest, str, str, lis
 
 def _notes(q: PipelineRequest) -> Iterator[str]:
     """List the uncounted memory of the parts, and settings that run differently than asked."""
-    if is_recording(q.name):
-        yield from read_recording(q.name)["notes"]
+    yield from q.pipeline.notes
     if q.made_of:
         known = "4 n + 1 frames" if q.pipeline.frames else f"multiples of {q.pipeline.stride}"
         yield f"{q.made_of}: {q.pipeline.class_name} makes {q.size} of it, {known}"

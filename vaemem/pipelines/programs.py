@@ -109,8 +109,9 @@ def _lines(name: str, data: Mapping[str, Any]) -> Iterator[str]:
         yield f"call {key}"
         yield from (f"size {size}" for size in call["sizes"])
         for *asked, layout in call["convs"]:
-            kind = "conv" if len(asked) == 9 else "conv3"
-            yield " ".join(map(str, [kind, *asked, int(layout == "nhwc")]))
+            kind = {9: "conv", 10: "conv3"}.get(len(asked), "convolution")
+            sizes, flags = (asked[:-2], asked[-2:]) if kind == "convolution" else (asked, [])
+            yield " ".join(map(str, [kind, *sizes, int(layout == "nhwc"), *flags]))
         for *asked, mask, causal, grouped, by_token in call["attentions"]:
             elements, row, boolean = mask or (0, 0, False)
             flags = map(int, (causal, grouped, bool(mask), boolean, *(name in by_token for name in "qkv")))

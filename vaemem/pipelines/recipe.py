@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from vaemem._common import DTYPES, distinct, letters, meant
 from vaemem._script import Call, Identifier, Step, call, write_script
 from vaemem.engine.configs import config_of
-from vaemem.pipelines.components import VAE_STRIDE, Pipeline
+from vaemem.pipelines.components import VAE_STRIDE, Pipeline, is_vae
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.lora import Lora
 from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, PLACES, SPELT_TYPES, SPOKEN, UNPACKED, WEIGHT_TYPES
@@ -354,7 +354,8 @@ def diffusers_steps(
     for lora in loras:
         steps.append(call("pipe.load_lora_weights", lora.file or "your LoRA"))
         steps += [call("pipe.fuse_lora")] * lora.fused
-    class_name = config_of(architecture(pipeline.parts["vae"]))["_class_name"]
+    component = pipeline.parts["vae"]
+    class_name = config_of(architecture(component))["_class_name"] if is_vae(component) else ""
     return [*steps, *loading.place(offload, vae_steps(vae, vae_memory_limit, class_name))]
 
 

@@ -24,6 +24,7 @@ A size is a polynomial: ``"1280 n h w + 640"``. Its variables are
     n, t, s         images, tokens of the prompt, steps
     m               tokens with padding to a multiple of 512
     h, w, f, p      sides of the latents, their frames, and patches of 2 x 2 in one of them
+    a               latents of the sound
     y, x, q, k      sides and patches of the latents of an image that goes in, as the pipeline scales it, and its tokens
                     for a text encoder
     e, v            bytes of an element of the denoiser and of the VAE
@@ -43,7 +44,11 @@ from vaemem._common import shipped
 from vaemem._errors import ArgumentError, inside
 from vaemem.prediction.recordings import find_component, is_recorded_component
 
-VARIABLES = "n h w f p y x q k t m s e v g u c i".split()
+VARIABLES = "n h w f p a y x q k t m s e v g u c i".split()
+_PHASES = {  # of roles with these words
+    "text_encoder": "encode prompt", "connectors": "encode prompt", "image_encoder": "encode image",
+    "vocoder": "decode",
+}  # fmt: skip
 _MOST = 1 << 17  # lines
 _MOST_KEPT = 16  # sizes, with what a text does at each
 
@@ -291,9 +296,7 @@ def phase_of(role: str, method: str) -> str:
         return ""
     if "vae" in role or "vqvae" in role:
         return "encode image" if method == "encode" else "decode"
-    if "text_encoder" in role:
-        return "encode prompt"
-    return "encode image" if "image_encoder" in role else "denoise"
+    return next((phase for part, phase in _PHASES.items() if part in role), "denoise")
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Files of pipelines that people recorded on their machine (`vaemem.pytorch.record_pipeline`); they end with .vaemem.
+"""Recorded pipelines: files that end with .vaemem. data/pipelines has some; people record others on their machine
+(`vaemem.pytorch.record_pipeline`).
 
 A file is JSON: a row of facts (`Pipeline`), the pipeline's text, a program for each module, and a config for each VAE.
 Nobody knows who wrote it: reading checks everything that is used.
@@ -14,11 +15,12 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vaemem._common import DTYPES
+from vaemem._common import DTYPES, shipped
 from vaemem._errors import ArgumentError, inside
 
 SUFFIX = ".vaemem"
-FILE_FORMAT = 1
+PACKAGED = "vaemem/data/pipelines:"  # begins the paths of recordings in the package
+FILE_FORMAT = 2
 _MOST_BYTES = 1 << 28
 _MOST_NODES, _MOST_WEIGHTS = 1 << 16, 1 << 17
 _ROLE = re.compile(r"[A-Za-z_]\w{0,63}")
@@ -27,7 +29,12 @@ _ROW: Mapping[str, Callable[[Any], bool]] = {
     "dtype": lambda value: value in DTYPES,
     "vae_dtype": lambda value: value in ("", *DTYPES),
     "tokens": _COUNT, "steps": lambda value: _COUNT(value) and value > 0, "frames": _COUNT,
+    "most_batch": _COUNT,
     "factor": lambda value: _COUNT(value) and value > 0, "unit": lambda value: _COUNT(value) and value > 0,
+    "frame_factor": lambda value: _COUNT(value) and value > 0,
+    **dict.fromkeys(
+        ("has_words", "guides", "unguided", "encodes", "packs", "converts"), lambda value: isinstance(value, bool)),
+    "sound": lambda value: isinstance(value, list) and len(value) == 2 and all(map(_COUNT, value)) and value[1] > 0,
     "aside": lambda value: isinstance(value, list) and all(isinstance(role, str) for role in value),
 }  # fmt: skip
 
@@ -39,8 +46,9 @@ def is_recording(name: Any) -> bool:
 
 def component_of(path: str, role: str) -> str:
     """Return the name of a recording's component, or of its "text". It has a digest of the file: caches by names know
-    nothing of a file that was recorded again."""
-    return f"{path}:{role}@{read_recording(path)['digest']}"
+    nothing of a file that was recorded again. path: a shipped one's begins with `PACKAGED`"""
+    digest = "" if path.startswith(PACKAGED) else read_recording(path)["digest"]
+    return f"{path}:{role}@{digest}"
 
 
 def is_recorded_component(name: str) -> bool:
@@ -52,6 +60,8 @@ def find_component(name: str) -> tuple[Mapping[str, Any], str]:
     """Return the contents of a component's recording, and its role. ValueError if the file was recorded again."""
     path, _, rest = name.rpartition(":")
     role, _, digest = rest.rpartition("@")
+    if path.startswith(PACKAGED):
+        return _read_shipped(path), role
     data = read_recording(path)
     if data["digest"] != digest:
         with inside("pipeline", path=path):
@@ -65,6 +75,12 @@ def read_recording(path: str) -> Mapping[str, Any]:
     with inside("pipeline", path=path, caught=(OSError,)):
         stat = os.stat(path)
     return _read(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_shipped(path: str) -> Mapping[str, Any]:
+    data: Mapping[str, Any] = json.loads(shipped("pipelines", path.removeprefix(PACKAGED)))
+    return data
 
 
 @functools.lru_cache(maxsize=16)
@@ -102,7 +118,7 @@ def _check(data: Any) -> None:
     _want("roles", roles, isinstance(roles, list) and all(isinstance(role, str) for role in roles))
     known = {*data["modules"], *data["vaes"]}
     _want("roles", roles, sorted(roles) == sorted(known) and bool(data["modules"]) and all(map(_ROLE.fullmatch, roles)))
-    _want("vaes", [*data["vaes"]], [*data["vaes"]] == ["vae"])
+    _want("vaes", [*data["vaes"]], {*data["vaes"]} <= {"vae"})
     for role, config in data["vaes"].items():
         _want(f"vaes: {role}", config, isinstance(config, dict))
     for role, module in data["modules"].items():

@@ -502,9 +502,12 @@ def usual_overlap(arch: Mapping[str, Any]) -> float:
 
 
 def usual_tile(model: Any) -> int:
-    """Return the side in pixels of the tiles that diffusers' ``enable_tiling`` cuts: the config's sample_size."""
+    """Return the side in pixels of the tiles that diffusers' ``enable_tiling`` cuts: the config's sample_size; 0 for a
+    VAE without a known config."""
     if isinstance(model, str) and is_recorded_component(model):
         data, role = find_component(model)
+        if role not in data["vaes"]:
+            return 0
         model = data["vaes"][role]
     is_named = isinstance(model, str) and (model in SAMPLE_SIZES or not os.path.exists(model))
     size = named_sample_size(model) if is_named else sample_size_of(model, "")

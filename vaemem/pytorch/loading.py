@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from vaemem import _core
-from vaemem._common import DTYPES, choose, meant, need
+from vaemem._common import DTYPES, choose, meant, need, shipped
 from vaemem._errors import Named, NoFileError
 from vaemem._types import Dtype
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, known_pipeline
@@ -228,6 +229,9 @@ def build_pipeline(
     more: optional components by their roles
     """
     diffusers, kind = need("diffusers", f"random weights of {name}"), PIPELINES[name]
+    if kind.recording:
+        row = json.loads(shipped("pipelines", f"{name}.json"))
+        return build_row({**row, "dtype": dtype, **({"vae_dtype": vae_dtype} if vae_dtype else {})}, device)
     build = getattr(diffusers, class_name or kind.class_name, None)
     if build is None:
         raise ImportError(f"random: expected a diffusers that has {kind.class_name}, got {diffusers.__version__}")
@@ -261,14 +265,88 @@ def build_pipeline(
     return build(**{key: value for key, value in without.items() if key in known} | parts)
 
 
-def _tokenizer(length: int) -> Any:
-    """Make a tokenizer that knows one word, and pads as the real ones do."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+WORD = "zebra"  # no template has it
+
+
+def build_row(row: Mapping[str, Any], device: str = "cpu") -> Any:
+    """Build a pipeline from its row, a file of data/pipelines, with weights that nobody set.
+
+    "components" has for each role a class and settings, with the config's class between them if it has one. A tokenizer
+    has the name "tokenizer", and settings of `_tokenizer`.
+    """
+    diffusers = need("diffusers", f"a pipeline {row['class']}")
+    build = getattr(diffusers, row["class"], None)
+    if build is None:
+        raise ImportError(f"expected a diffusers that has {row['class']}, got {diffusers.__version__}")
+    parts = dict[str, Any](row.get("settings", {}))
+    for role, component in row["components"].items():
+        usual = (role == "vae" and row.get("vae_dtype")) or row["dtype"]
+        class_name, *config_name, settings = component or ["", {}]
+        if class_name in ("", "tokenizer"):
+            parts[role] = _tokenizer(**settings) if class_name else None
+            continue
+        if not issubclass(resolve_name(class_name), torch.nn.Module):
+            parts[role] = _make(class_name, *config_name, **settings)
+            continue
+        with default_dtype(getattr(torch, usual)), Undrawn(), torch.device(device):
+            module = parts[role] = _make(class_name, *config_name, **settings).eval()
+        _convert_as_loaded(module, getattr(torch, usual))
+    return build(**parts)
+
+
+def _convert_as_loaded(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Convert weights and buffers as from_pretrained does in the end. diffusers keeps some modules in float32, and then
+    all buffers as they are; transformers keeps some in float16 only."""
+    is_transformers = type(module).__module__.startswith("transformers")
+    strict = "_strict" if is_transformers and dtype != torch.float16 else ""
+    kept = {*(getattr(module, f"_keep_in_fp32_modules{strict}", None) or ())}
+    for name, weight in module.named_parameters():
+        if kept & {*name.split(".")}:
+            weight.data = weight.data.float()
+    if not kept and not is_transformers:
+        torch.nn.Module.to(module, dtype)
+
+
+def _tokenizer(length: int, template: int = 0, system: int = 0, positions: bool = False) -> Any:
+    """Make a tokenizer that knows one word, `WORD`, and pads as the real ones do; or a processor of texts.
+
+    template: tokens besides a prompt's words; system: of them, those of the system's message
+    positions: whether it also returns position_ids
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "word": 1}, unk_token="word"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=length, pad_token="<pad>")
+    class Words(PreTrainedTokenizerFast):
+        @property
+        def tokenizer(self) -> Any:
+            return self
+
+        def __call__(self, text: Any = None, *args: Any, images: Any = None, videos: Any = None, **kwargs: Any) -> Any:
+            found = super().__call__(text, *args, **kwargs)
+            if positions:
+                found["position_ids"] = torch.arange(found["input_ids"].shape[1]).expand_as(found["input_ids"])
+            return found
+
+        def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+            return [3] if "image_pad" in text else super().encode(text, *args, **kwargs)
+
+        def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+            if system and kwargs.get("tokenize"):
+                return [[0] * system]
+            if kwargs.get("tokenize", True):  # with special tokens, which stand for the template's
+                options = {name: kwargs[name] for name in ("padding", "max_length", "truncation") if name in kwargs}
+                told = [str(one) for one in (conversation if isinstance(conversation[0], list) else [conversation])]
+                return self(told, return_tensors=kwargs.get("return_tensors"), **options)
+            return super().apply_chat_template(conversation, *args, **kwargs)
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, WORD: 1, "<t>": 2, "<image>": 3}, unk_token=WORD))
+    if template:
+        words.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
+        start = " ".join(["<t>"] * template)
+        words.post_processor = processors.TemplateProcessing(single=f"{start} $A", special_tokens=[("<t>", 2)])
+    else:
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = cast(Any, Words)(tokenizer_object=words, model_max_length=length, pad_token="<pad>", eos_token="<t>")
     made.chat_template = "{{ messages[0].content }}"
     return made
 

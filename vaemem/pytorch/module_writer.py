@@ -12,19 +12,12 @@ from torch.utils.flop_counter import flop_registry
 
 from vaemem.prediction.eager import AttentionCall
 from vaemem.prediction.gpus import find_gpu
+from vaemem.pytorch.contents import ContentsRecorder
 from vaemem.pytorch.fitting import PolynomialFit
-from vaemem.pytorch.recorder import Recorder, Recording
+from vaemem.pytorch.recorder import Recording
 
-# Operators whose temporary memory may be ignored. `any` of a whole tensor takes 1 KiB and frees it at once.
-# comfy-kitchen's kernel for CUDA allocates nothing but its outputs.
-NEGLIGIBLE = {"aten.any.default", "comfy_kitchen.apply_rope.default"}
-_FIXED = {
-    "take": 2,
-    "give": 2,
-    "blas": 2,
-    "conv": 3,
-    "attention": 6,
-}  # an event's words that are the same everywhere
+# An event's words that are the same everywhere.
+_FIXED = {"take": 2, "give": 2, "blas": 2, "conv": 3, "convolution": 5, "attention": 6}
 
 
 class ModuleCall(list[Any]):
@@ -61,9 +54,15 @@ class Script:
         dtype, n, c, h, w, k, r, stride, padding, layout, dilation, groups, output_padding, *depth = question
         uneven = any(len({*extent[-2:]}) > 1 for extent in (r, stride, padding))
         mixes = bool(depth) and (r[0], stride[0], padding[0]) != (1, 1, 0)
-        if uneven or set(dilation) != {1} or groups > 1 or output_padding or mixes:
-            raise ValueError(f"{name}: expected a plain convolution with a square filter, of one frame if it has depth")
-        self._add("conv", dtype, layout, n, c, h, w, k, r[-1], stride[-1], padding[-1], *depth)
+        if not (uneven or set(dilation) != {1} or groups > 1 or output_padding is not None or mixes):
+            self._add("conv", dtype, layout, n, c, h, w, k, r[-1], stride[-1], padding[-1], *depth)
+            return
+        none = (1,) * (not depth)  # the extent of a depth that is not there
+        extents = [(*none, *(depth or ()), h, w), *((*none, *extent) for extent in (r, stride))]
+        extents += [((0,) * (not depth) + tuple(padding)), (*none, *dilation)]
+        extents += [(0,) * (not depth) + tuple(output_padding or (0,) * len(r))]
+        is_deep, is_transposed = int(bool(depth)), int(output_padding is not None)
+        self._add("convolution", dtype, layout, is_deep, is_transposed, n, c, k, groups, *itertools.chain(*extents))
 
     def attention(self, call: AttentionCall) -> int:
         self.taken += 1
@@ -77,7 +76,7 @@ class Script:
         return self._add("attention", call.dtype, kind, call.causal, call.grouped, by_token, *sizes, *mask)
 
 
-class ScriptRecorder(Recorder):
+class ScriptRecorder(ContentsRecorder):
     """Records a `Script`."""
 
     def __init__(self, root: str) -> None:
@@ -154,8 +153,8 @@ class Writer:
         if kind == "blas":
             return f"{events[0][1]}{indices[0]}"
         own = "run" if events[0][1] == self.dtype else events[0][1]
-        if kind == "conv":
-            return f"c{_intern(self.convs, [own, *indices, events[0][2]])}"
+        if kind in ("conv", "convolution"):  # the layout is last
+            return f"c{_intern(self.convs, [own, *indices, *events[0][3:fixed], events[0][2]])}"
         _, _, boolean, causal, grouped, by_token = events[0][:6]
         mask = None if boolean is None else [*indices[7:], boolean]
         return f"a{_intern(self.attentions, [own, *indices[:7], mask, causal, grouped, by_token])}"

@@ -8,26 +8,29 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
 from vaemem._common import DTYPES, check_writable, grouped, meant, whole, write
 from vaemem._errors import ArgumentError
 from vaemem._types import Dtype
 from vaemem.engine.arguments import Progress, polling
 from vaemem.engine.configs import read_config
+from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE, count_sound
 from vaemem.pipelines.programs import Recorded
 from vaemem.pipelines.text import PipelineText
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.recordings import FILE_FORMAT, SUFFIX
 from vaemem.prediction.request import find_card
 from vaemem.pytorch.any_pipeline import check_pipeline, open_pipeline
+from vaemem.pytorch.contents import ContentsRecorder, PythonCalls
 from vaemem.pytorch.converting import modules_of
 from vaemem.pytorch.fitting import PolynomialFit, products
+from vaemem.pytorch.loading import WORD, build_row
 from vaemem.pytorch.module_writer import (
-    NEGLIGIBLE,
     ScriptRecorder,
     Writer,
     settle,
@@ -35,21 +38,83 @@ from vaemem.pytorch.module_writer import (
     versions_of,
     weights_text,
 )
-from vaemem.pytorch.recorder import Recorder, Recording, leaves_of
+from vaemem.pytorch.recorder import NEGLIGIBLE, Recording, leaves_of
 from vaemem.pytorch.recording import record_by
-from vaemem.pytorch.text_recorder import ComponentCall, RecordedCall, record_calls
+from vaemem.pytorch.text_recorder import ComponentCall, RecordedCall, record_calls, tensors_in
 from vaemem.pytorch.text_writer import Values, check_text, equations_of, write_text
 
-# n images, latents h x w with sides that are multiples of 4, f frames of them, s steps.
+# n images, latents h x w with sides that are multiples of 4, f frames of them, t words of the prompt, s steps.
 _POINTS = [
-    (1, 16, 24, 2, 6), (2, 12, 20, 3, 7), (3, 20, 8, 4, 8), (1, 36, 28, 3, 9), (2, 24, 16, 5, 6), (7, 8, 32, 2, 7),
-    (3, 32, 12, 3, 6), (1, 28, 40, 4, 7), (5, 40, 16, 6, 8), (1, 44, 20, 5, 6), (1, 8, 48, 6, 7), (2, 48, 40, 2, 6),
+    (1, 16, 24, 2, 40, 6), (2, 12, 20, 3, 64, 7), (3, 20, 8, 4, 33, 8), (1, 36, 28, 3, 77, 9), (2, 24, 16, 5, 51, 6),
+    (7, 8, 32, 2, 70, 7), (3, 32, 12, 3, 25, 6), (1, 28, 40, 4, 90, 7), (5, 40, 16, 6, 46, 8), (1, 44, 20, 5, 58, 6),
+    (1, 8, 48, 6, 19, 7), (2, 48, 40, 2, 83, 6),
 ]  # fmt: skip
-_POINTS += [(*_POINTS[number][:4], steps) for number in (3, 5) for steps in (1, 2, 3)]
-_CHECKS = [(4, 28, 36, 3, 10), (1, 52, 24, 7, 6)]
-_OF_MODULES = "n h w f p".split()  # variables of a module: the pipeline's
+_POINTS += [(*_POINTS[number][:5], steps) for number in (3, 5) for steps in (1, 2, 3)]
+_CHECKS = [(4, 28, 36, 3, 61, 10), (1, 52, 24, 7, 29, 6)]
+_UNGUIDED = [*_POINTS[3:9], *_POINTS[-6:]]  # the points without guidance
+_MOST_CALLS = 11  # of a component's method that are recorded; the others have the same code
+_UNIT = 4  # divisor of the points' sides
+_OF_MODULES = "n h w f p a t g o".split()  # variables of a module; o: in which way it is called
 _HALVED = [f"{side}{level}" for level in "123" for side in "hw"]
 _CARD = "RTX 4090"
+_DENOISERS = ("unet", "transformer")
+_STEPS = "num_inference_steps"
+
+
+class _Calls(NamedTuple):
+    """How a pipeline is called at the points.
+
+    given: arguments besides sizes
+    unguided: arguments that turn guidance off, or None
+    words: of the prompt; 0: as many as a point has; None: those of `given`
+    pads: whether the tokenizer pads prompts to that length; then there is padding
+    unit: divisor of the latents' sides; frames: of a video for a frame of the latents
+    sound: latents of the sound for some frames: (latents, frames); (0, 1) without sound
+    most: images or videos in a call; 0: any number
+    factor: pixels for each side of a latent's pixel
+    """
+
+    given: Mapping[str, Any]
+    factor: int
+    unguided: Mapping[str, Any] | None = None
+    words: int | None = None
+    pads: bool = False
+    unit: int = _UNIT
+    frames: int = 4
+    sound: tuple[int, int] = (0, 1)
+    most: int = 0
+
+    def points(self, of: Sequence[Sequence[int]], unguided: Sequence[Sequence[int]]) -> list[dict[str, int]]:
+        """Return the variables of a text at points. If guidance can be turned off, do so at the others."""
+        if self.unguided is None:
+            return [self._at(point, 0) for point in of]
+        return [*(self._at(point, 1) for point in of), *(self._at(point, 0) for point in unguided)]
+
+    def _at(self, point: Sequence[int], g: int) -> dict[str, int]:
+        n, h, w, f, t, s = point
+        n = min(n, self.most) if self.most else n
+        h, w, t = h // _UNIT * self.unit, w // _UNIT * self.unit, t if self.words == 0 else self.words or 0
+        p, m = h // 2 * (w // 2), -(-t // MOST_SEQUENCE) * MOST_SEQUENCE
+        a = count_sound(self.frames * (f - 1) + 1, self.sound)
+        found = {"n": n, "h": h, "w": w, "f": f, "p": p, "a": a, "t": t, "s": s, "g": g, "y": h, "x": w, "q": p, "m": m}
+        return found | dict.fromkeys("k u c i e v".split(), 0)
+
+    def ask(self, pipe: Any, at: Values) -> dict[str, Any]:
+        """Return the arguments of the pipeline's call at a point. Pictures among them get the size of the point."""
+        known = inspect.signature(type(pipe).__call__).parameters
+        height, width = at["h"] * self.factor, at["w"] * self.factor
+        asked: dict[str, Any] = {
+            "prompt": "a", "height": height, "width": width, "num_inference_steps": at["s"],
+            "num_images_per_prompt": at["n"], "num_videos_per_prompt": at["n"],
+            "num_frames": self.frames * (at["f"] - 1) + 1,
+        }  # fmt: skip
+        if self.words is not None:
+            asked |= {"prompt": " ".join([WORD] * (at["t"] - 2 * self.pads)), "max_sequence_length": at["t"]}
+            asked |= {"negative_prompt": asked["prompt"]} if at["g"] else {}
+        given = {**self.given, **({} if at["g"] else self.unguided or {})}
+        asked |= given
+        found = {name: value for name, value in asked.items() if name in known or name in given}
+        return {name: x.resize((width, height)) if hasattr(x, "resize") else x for name, x in found.items()}
 
 
 @contextlib.contextmanager
@@ -77,32 +142,11 @@ def _on_meta(pipe: Any) -> Any:
     return copied
 
 
-def _at(pipe: Any, point: Sequence[int], factor: int) -> dict[str, int]:
-    """Return the variables of a text at a point."""
-    n, h, w, f, s = point
-    p = h // 2 * (w // 2)
-    found = dict(zip("nhwfs", point, strict=True)) | {"y": h, "x": w, "p": p, "q": p}
-    return found | dict.fromkeys("k t m g u c i".split(), 0) | {"e": 0, "v": 0, "n": n, "f": f, "s": s}
-
-
-def _ask(pipe: Any, at: Values, factor: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call at a point. Pictures among them get the size of the point."""
-    known = inspect.signature(type(pipe).__call__).parameters
-    height, width = at["h"] * factor, at["w"] * factor
-    asked: dict[str, Any] = {
-        "prompt": "a", "height": height, "width": width, "num_inference_steps": at["s"],
-        "num_images_per_prompt": at["n"], "num_videos_per_prompt": at["n"], "num_frames": 4 * at["f"] - 3,
-    }  # fmt: skip
-    asked |= given
-    found = {name: value for name, value in asked.items() if name in known or name in given}
-    return {name: x.resize((width, height)) if hasattr(x, "resize") else x for name, x in found.items()}
-
-
 # ---- modules ----
 
 
 def _record_module(
-    module: torch.nn.Module, called: ComponentCall, recorder: Recorder | None = None
+    module: torch.nn.Module, called: ComponentCall, recorder: ContentsRecorder | None = None
 ) -> tuple[Any, list[str]]:
     """Record a component's call; of its outputs only those live on that the pipeline keeps. Return the trace, and
     operators without counted memory."""
@@ -112,13 +156,13 @@ def _record_module(
         call = m if called.method == "forward" else getattr(m, called.method)
         return _kept(recorder, call(*args, **kwargs), called.kept)
 
-    recording = record_by(recorder, module, called.args, dict(called.kwargs), run)
+    recording = record_by(recorder, module, called.args, dict(called.kwargs), run, python=PythonCalls)
     return recording.trace, [what for what in recording.unmodelled if what not in NEGLIGIBLE]
 
 
-def _kept(recorder: Recorder, output: Any, kept: Sequence[int]) -> list[torch.Tensor]:
+def _kept(recorder: ContentsRecorder, output: Any, kept: Sequence[int]) -> list[torch.Tensor]:
     """Return the outputs that are kept, by the order in which their storages were made."""
-    by_storage = {x.untyped_storage()._cdata: x for x in leaves_of(output) if isinstance(x, torch.Tensor)}
+    by_storage = {x.untyped_storage()._cdata: x for x in tensors_in(output)}
     made = sorted(by_storage, key=lambda address: recorder.number_of(address))
     return [by_storage[made[place]] for place in kept]
 
@@ -132,28 +176,36 @@ def _derived(at: Values) -> dict[str, int]:
     return found
 
 
+_AREAS = ["", "h w", "h1 w1", "h2 w2", "h3 w3", "p", *"hw", *_HALVED]
+_TOKENS = ["p", "h w", "f p", "f h w"]  # of an image or a video
+_MONOMIALS = [
+    *products(["", "n"], ["", "f"], _AREAS), "a", "n a",
+    *products(["", "n"], ["t", "t t", *(f"{one} t" for one in _TOKENS), *(f"{one} {one}" for one in _TOKENS)]),
+]  # fmt: skip
+
+
 def _write_module(
     module: torch.nn.Module, dtype: str, calls: Sequence[tuple[Values, ComponentCall]]
 ) -> tuple[dict[str, Any], list[str]]:
     """Write a component's program from its calls at several points. Return also what it does not count."""
     known, missing = dict[tuple[Any, ...], Any](), dict[str, None]()
+    for called in {called.label: called for _, called in calls}.values():
+        _record_module(module, called)  # it may keep tables: from the second call on they are there
     recorded = list[tuple[dict[str, int], Any]]()
     for at, called in calls:
-        shapes = tuple(tuple(x.shape) for x in leaves_of((called.args, dict(called.kwargs))) if hasattr(x, "shape"))
-        if shapes not in known:
+        key = called.label, *shapes_of_all(called)
+        if key not in known:
             trace, unmodelled = _record_module(module, called)
-            known[shapes] = trace.calls[0]
+            known[key] = trace.calls[0]
             missing |= dict.fromkeys(f"not counted: {what} in {called.role}" for what in unmodelled)
-        recorded.append((_derived(at), known[shapes]))
-    areas = ["", "h w", "h1 w1", "h2 w2", "h3 w3", "p", *"hw", *_HALVED]
-    monomials = [*products(["", "n"], ["", "f"], areas), "p p", "n p p", "f p f p", "n f p f p"]
+        recorded.append((_derived(at), known[key]))
     groups = grouped(recorded, lambda one: structure_of(one[1]))
     texts = dict[str, Any]()
     for group in groups.values():
         points = [at for at, _ in group]
         others = [at for other in groups.values() if other is not group for at, _ in other]
-        case = equations_of(points, others, ["n", "f"])
-        fit = PolynomialFit(monomials, points)
+        case = equations_of(points, others, ["o", "g", "n", "f"])
+        fit = PolynomialFit(_MONOMIALS, points)
         writer = Writer(fit, dtype)
         writer.write([call for _, call in group])
         lists = {"convs": writer.convs, "attentions": writer.attentions, "modules": list(writer.modules)}
@@ -173,7 +225,7 @@ def _check_module(
     gpu: Gpu = find_card(_CARD).gpu
     sizes: dict[str, Any] = {name: at[name] for name in _OF_MODULES}
     steps = Recorded(role, data).trace(dtype, gpu, **sizes).steps
-    recorder = Recorder(Recording(), gpu)
+    recorder = ContentsRecorder(Recording(), gpu)
     if settle(steps) != settle(_record_module(module, called, recorder)[0].steps):
         raise ArgumentError("pipe", f"a {role} whose sizes follow from those of the picture", f"others at {dict(at)}")
 
@@ -193,12 +245,66 @@ def _is_known_vae(module: torch.nn.Module) -> bool:
     return True
 
 
-def _variables(vaes: Mapping[str, Any], role: str, method: str, shapes: Any, at: Values) -> dict[str, int]:
-    """Return a component's variables: those of the text, or the sides of what a VAE gets."""
-    if role not in vaes:
-        return {name: at[name] for name in _OF_MODULES}
-    ((_, (n, _, *frames, h, w)), *_) = shapes
-    return {"n": n, "f": frames[0] if frames else 1, "h": h, "w": w}
+def _encodes_frames(called: ComponentCall) -> bool:
+    """Tell whether a VAE's call encodes several frames."""
+    return called.method == "encode" and any(len(shape) == 5 and shape[2] > 1 for _, shape in called.shapes)
+
+
+class _Recorded(NamedTuple):
+    """What a pipeline did at points, and what its components are.
+
+    vaes: those that the C walk knows
+    ways: labels of a role's calls
+    batched: roles whose first tensor has the images, or the prompts, of a call as its first dimension
+    """
+
+    fitted: Sequence[tuple[dict[str, int], RecordedCall]]
+    checked: Sequence[tuple[dict[str, int], RecordedCall]]
+    vaes: Mapping[str, Any]
+    ways: Mapping[str, Sequence[str]]
+    batched: Collection[str]
+
+    def variables(self, role: str, label: str, shapes: Any, at: Values) -> dict[str, int]:
+        """Return a component's variables: those of the text, with the images of the call; or the sides of what a VAE
+        gets."""
+        if role in self.vaes:
+            ((_, (n, _, *frames, h, w)), *_) = shapes
+            return {"n": n, "f": frames[0] if frames else 1, "h": h, "w": w}
+        n = shapes[0][1][0] if role in self.batched else at["n"]
+        return {**{name: at[name] for name in "hwfpatg"}, "n": n, "o": self.ways[role].index(label)}
+
+    def calls_of(self, role: str, of: Sequence[tuple[Values, RecordedCall]]) -> list[tuple[Values, ComponentCall]]:
+        """Return the different calls of a component at each point, with its variables. ValueError if equal ones have
+        other outputs."""
+        found, kept, known = list[tuple[Values, ComponentCall]](), dict[Any, Any](), dict[Any, set[Any]]()
+        for at, call in of:
+            of_role = [called for called in call.calls if called.role == role]
+            for called in {(called.label, *shapes_of_all(called)): called for called in of_role}.values():
+                values = self.variables(role, called.label, called.shapes, at)
+                shapes = known.setdefault((called.label, values["n"] // at["n"]), set())
+                if shapes_of_all(called) in shapes or len(shapes) < _MOST_CALLS:
+                    shapes.add(shapes_of_all(called))
+                    found.append((values, called))
+            for called in of_role:
+                if kept.setdefault(called.label, called.kept) != called.kept:
+                    got = f"{kept[called.label]}, {called.kept}"
+                    raise ArgumentError("pipe", f"a {role} of whose outputs the same ones are kept", got)
+        return found
+
+
+def _find_batched(calls: Sequence[tuple[Values, RecordedCall]]) -> set[str]:
+    """Name the roles whose first tensor begins with a number of images: as many as there are pictures, two or three
+    times as many, or always the same number."""
+    first = dict[str, list[tuple[int, int]]]()
+    for at, call in calls:
+        for called in call.calls:
+            shapes = called.shapes
+            first.setdefault(called.role, []).append((at["n"], shapes[0][1][0] if shapes and shapes[0][1] else 0))
+    return {
+        role
+        for role, pairs in first.items()
+        if all(count in (n, 2 * n, 3 * n) for n, count in pairs) or {count for _, count in pairs} in ({1}, {2}, {3})
+    }
 
 
 @_advising()
@@ -231,8 +337,7 @@ def record_pipeline(
     Raises
     ------
     ValueError
-        A VAE whose code is not known; sizes that do not follow from the picture's; a component that is called in
-        several ways; quantised, compiled or offloaded components.
+        Sizes that do not follow from the picture's; quantised, compiled or offloaded components.
     OSError
         Files are missing, or the file cannot be written.
 
@@ -250,52 +355,80 @@ def record_pipeline(
     name = pipe if isinstance(pipe, str) else type(pipe).__name__
     pipe = open_pipeline(pipe, getattr(torch, dtype)) if isinstance(pipe, str) else pipe
     check_pipeline(pipe)
+    calls = _Calls(kwargs, whole("vae_scale_factor", getattr(pipe, "vae_scale_factor", 8)))
+    row = {"repository": name, "steps": whole("steps", kwargs.get("num_inference_steps", _default(pipe, _STEPS, 50)))}
+    contents = _record_file(pipe, calls, row | {"frames": _default(pipe, "num_frames", 0)}, progress)
+    write(path, json.dumps(contents, indent=1, default=list))
+
+
+def record_row(row: Mapping[str, Any], progress: Progress = None) -> dict[str, Any]:
+    """Record a pipeline from its row, a file of data/pipelines. Return the contents of a recording."""
+    pipe = build_row(row, "meta")
+    from PIL import Image  # an extra
+
+    image = {"image": Image.new("RGB", (64, 64))} if row["call"].get("image") else {}
+    factor = row.get("factor") or whole("vae_scale_factor", getattr(pipe, "vae_scale_factor", 8))
+    calls = _Calls(
+        {**row["call"], **image}, factor, row.get("unguided"), 0 if row.get("words", True) else row["tokens"],
+        row["tokens"] != CLIP_TOKENS,
+        row.get("unit", 2 * factor) // factor, row.get("frame_factor", 4),
+        (*row.get("sound", (0, 1)),), row.get("most_batch", 0),
+    )  # fmt: skip
+    return _record_file(pipe, calls, row, progress)
+
+
+def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    """Record a pipeline's calls, fit them, and check the fit. Return the contents of a recording."""
     pipe = _on_meta(pipe)
     pipe.set_progress_bar_config(disable=True)
-    modules, factor = modules_of(pipe), whole("vae_scale_factor", getattr(pipe, "vae_scale_factor", 8))
-    vaes = {role: module for role, module in modules.items() if hasattr(module, "decode") and _is_known_vae(module)}
-    if [role for role, module in modules.items() if hasattr(module, "decode")] != ["vae"] or not vaes:
-        got = ", ".join(f"{type(module).__name__} as {role}" for role, module in modules.items())
-        raise ArgumentError("pipe", "one VAE, whose role is vae and whose code is known", got)
-    at = [_at(pipe, point, factor) for point in (*_POINTS, *_CHECKS)]
-    with polling(progress, "record", total=len(at)) as poll:
-        found = _record(pipe, [_ask(pipe, one, factor, kwargs) for one in at], poll)
-    fitted, checked = list(zip(at, found, strict=True)), list[tuple[dict[str, int], RecordedCall]]()
-    fitted, checked = fitted[: len(_POINTS)], fitted[len(_POINTS) :]
-    variables = functools.partial(_variables, vaes)
-    text = "\n".join(
-        [f"# {type(pipe).__name__}; {versions_of()}", *write_text([(a, c.events) for a, c in fitted], variables)]
-    )
-    for one, call in checked:
-        check_text(PipelineText(text), one, call.events, variables)
+    modules = modules_of(pipe)
+    points, checks = calls.points(_POINTS, _UNGUIDED), calls.points(_CHECKS, _CHECKS[:1])
+    with polling(progress, "record", total=len(points) + len(checks)) as poll:
+        found = _record(pipe, [calls.ask(pipe, at) for at in (*points, *checks)], poll)
+    done = [*zip((*points, *checks), found, strict=True)]
+    # The C walk encodes images only.
+    of_vae = [called for call in found for called in call.calls if called.role == "vae"]
+    is_walked = "vae" in modules and _is_known_vae(modules["vae"]) and not any(map(_encodes_frames, of_vae))
+    vaes = {"vae": modules["vae"]} if is_walked else {}
+    labels = grouped((called for call in found for called in call.calls), lambda called: called.role)
+    ways = {role: [*dict.fromkeys(called.label for called in of)] for role, of in labels.items()}
+    all_of = _Recorded(done[: len(points)], done[len(points) :], vaes, ways, _find_batched(done))
+    head = f"# {type(pipe).__name__}; {versions_of()}"
+    text = "\n".join([head, *write_text([(at, call.events) for at, call in all_of.fitted], all_of.variables)])
+    for at, call in all_of.checked:
+        check_text(PipelineText(text), at, call.events, all_of.variables)
     types = {role: str(next(module.parameters()).dtype).removeprefix("torch.") for role, module in modules.items()}
-    used = dict.fromkeys(called.role for _, call in fitted for called in call.calls)
-    made, notes = dict[str, Any](), [*dict.fromkeys(note for _, call in fitted for note in call.notes)]
+    used = dict.fromkeys(called.role for _, call in all_of.fitted for called in call.calls)
+    made, notes = dict[str, Any](), [*dict.fromkeys(note for _, call in all_of.fitted for note in call.notes)]
     for role in used:
         if role not in vaes:
-            made[role], missing = _write_module(modules[role], types[role], _calls_of(role, fitted))
+            made[role], missing = _write_module(modules[role], types[role], all_of.calls_of(role, all_of.fitted))
             notes += missing
-            for point, called in _calls_of(role, checked):
-                _check_module(role, made[role], modules[role], types[role], point, called)
+            for values, called in all_of.calls_of(role, all_of.checked):
+                _check_module(role, made[role], modules[role], types[role], values, called)
     chain = [role for role in (pipe.model_cpu_offload_seq or "").split("->") if role in used]
     roles = [*chain, *(role for role in used if role not in chain)]
-    others = {types[role] for role in made}
-    usual = types[next((role for role in ("unet", "transformer") if role in made), [*made][-1])]
+    usual = types[next((role for role in _DENOISERS if role in made), [*made][-1])]
+    others = {types[role] for role in made if role != "vae"}
     if len(others) > 1:
         raise ArgumentError("pipe", "components of one type, apart from the VAE", ", ".join(sorted(others)))
-    vae_type = next((types[role] for role in vaes if role in used), usual)
-    contents = {
-        "format": FILE_FORMAT, "about": f"{type(pipe).__name__} of {name}", "source": versions_of(),
-        "row": {
-            "dtype": usual, "vae_dtype": "" if vae_type == usual else vae_type, "tokens": _tokens(fitted[0][1]),
-            "steps": whole("steps", kwargs.get("num_inference_steps", _steps(pipe))),
-            "frames": _frames(pipe), "factor": factor, "unit": 4 * factor,
-            "aside": [role for role in roles if role not in chain],
-        },
-        "notes": notes, "roles": roles, "text": text, "modules": made,
+    denoisers = {type(modules[role]).__name__ for role in _DENOISERS if role in made}
+    vae_type, methods = types.get("vae", usual), {(called.role, called.method) for called in all_of.fitted[0][1].calls}
+    facts = {
+        "dtype": usual, "vae_dtype": "" if vae_type == usual else vae_type,
+        "tokens": row.get("tokens") or _tokens(all_of.fitted[0][1]), "steps": row["steps"], "most_batch": calls.most,
+        "frames": row.get("frames", 0), "frame_factor": calls.frames, "sound": calls.sound, "factor": calls.factor,
+        "unit": calls.unit * calls.factor, "has_words": calls.words == 0, "guides": calls.unguided is not None,
+        "unguided": not row.get("guides", True), "converts": "\nconvert vae float32" in text,
+        "encodes": ("vae", "encode") in methods,
+        "packs": bool(denoisers & {*SINGLE_FILE_LOADABLE_CLASSES}),
+        "aside": [role for role in roles if role not in chain],
+    }  # fmt: skip
+    return {
+        "format": FILE_FORMAT, "about": f"{type(pipe).__name__} of {row['repository']}", "source": versions_of(),
+        "row": facts, "notes": notes, "roles": roles, "text": text, "modules": made,
         "vaes": {role: _config_of(module) for role, module in vaes.items() if role in used},
     }  # fmt: skip
-    write(path, json.dumps(contents, indent=1, default=list))
 
 
 def _record(pipe: Any, asked: Sequence[Mapping[str, Any]], poll: Any) -> list[RecordedCall]:
@@ -307,21 +440,9 @@ def _record(pipe: Any, asked: Sequence[Mapping[str, Any]], poll: Any) -> list[Re
     return record_calls(pipe, [functools.partial(call, i, one) for i, one in enumerate(asked)], find_card(_CARD))
 
 
-def _calls_of(role: str, recorded: Sequence[tuple[Values, RecordedCall]]) -> list[tuple[Values, ComponentCall]]:
-    """Return the first call of a component at each point. ValueError if others have other sizes or outputs."""
-    found = list[tuple[Values, ComponentCall]]()
-    for at, call in recorded:
-        first, *others = (called for called in call.calls if called.role == role)
-        for other in others:
-            if _shown(other) != _shown(first):
-                raise ArgumentError("pipe", f"a {role} that is called in one way", f"{_shown(first)}, {_shown(other)}")
-        found.append((at, first))
-    return found
-
-
-def _shown(called: ComponentCall) -> Any:
-    shapes = [tuple(x.shape) for x in leaves_of((called.args, dict(called.kwargs))) if hasattr(x, "shape")]
-    return called.method, shapes, called.kept
+def shapes_of_all(called: ComponentCall) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a call's tensors."""
+    return tuple(tuple(x.shape) for x in leaves_of((called.args, dict(called.kwargs))) if hasattr(x, "shape"))
 
 
 def _tokens(call: RecordedCall) -> int:
@@ -331,11 +452,7 @@ def _tokens(call: RecordedCall) -> int:
     return max((int(x.shape[1]) for x in ids if len(x.shape) == 2), default=1)
 
 
-def _steps(pipe: Any) -> int:
-    default = inspect.signature(type(pipe).__call__).parameters.get("num_inference_steps")
-    return default.default if default and isinstance(default.default, int) else 50
-
-
-def _frames(pipe: Any) -> int:
-    default = inspect.signature(type(pipe).__call__).parameters.get("num_frames")
-    return default.default if default and isinstance(default.default, int) else 0
+def _default(pipe: Any, name: str, otherwise: int) -> int:
+    """Return the default of an argument of the pipeline's call, or another number if it has no whole one."""
+    default = inspect.signature(type(pipe).__call__).parameters.get(name)
+    return default.default if default and isinstance(default.default, int) else otherwise

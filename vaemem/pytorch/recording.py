@@ -59,10 +59,11 @@ class Eager(TorchFunctionMode):
     def __init__(self, recorder: Recorder, refused: Mapping[str, str] = _REFUSED):
         super().__init__()
         self._recorder, self._refused = recorder, refused
-        # The bindings of contiguous(), copy_() and indexing need a CUDA build; the operators below them do not.
+        # The bindings of contiguous(), copy_(), ~ and indexing need a CUDA build; the operators below them do not.
         self._replacements: dict[Any, Callable[..., Any]] = {
             torch.Tensor.contiguous: aten.contiguous.default,
             torch.Tensor.copy_: aten.copy_.default,
+            torch.Tensor.__invert__: aten.bitwise_not.default,
             torch.Tensor.__getitem__: self._get_item,
             torch.Tensor.__setitem__: self._set_item,
             scaled_dot_product_attention: recorder.attention,
@@ -317,9 +318,9 @@ def record(
 
 def record_by(
     recorder: Recorder, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-    call: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
+    call: Callable[..., Any] | None = None, autocast: torch.dtype | None = None, python: type[Eager] = Eager,
 ) -> Recording:  # fmt: skip
-    """Record as `record` does, with a given recorder."""
+    """Record as `record` does, with a given recorder. python: the mode that replaces Python's calls"""
     check_module(module, call)
     recording = recorder.recording
     names = {id(m): name for name, m in module.named_modules()}
@@ -336,6 +337,8 @@ def record_by(
             return tensor
         if id(tensor) not in fakes:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+            if (known := vars(tensor).get("contents")) is not None:
+                made.__dict__["contents"] = known
             fakes[id(tensor)] = made
             if tensor.requires_grad and tensor.is_leaf and not tensor._is_view():
                 recorder.leaves.add(id(made))
@@ -357,7 +360,7 @@ def record_by(
             register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
             imitating_gpu(recorder),
             recorder,
-            Eager(recorder),
+            python(recorder),
         ):
             region = torch.autocast("cuda", autocast) if autocast else contextlib.nullcontext()
             # The recorder's modes disable the compiler, so a compiled function would run uncompiled: refuse it.

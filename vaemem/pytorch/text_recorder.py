@@ -13,13 +13,15 @@ import functools
 import gc
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
@@ -29,6 +31,8 @@ from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelin
 from vaemem.pytorch.recorder import leaves_of, map_leaves
 
 _INNER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, contextlib, sys.modules["vaemem"]))
+_STATEFUL = {"scheduler", "guider"}  # components that keep something after a call
+_MUCH = 1 << 20  # bytes that a component keeps
 _LONGEST = 60  # characters of a tensor's name
 
 
@@ -79,22 +83,28 @@ class EventWriter:
     """Takes the place of a pipeline recorder's script. Lists events; what a component's call does within is left out,
     and outputs that nobody keeps."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: EventWriter | None = None) -> None:
+        """before: the writer whose place this one takes; its storages may still be given"""
         self.events = list[Event]()
         self.stream, self.hidden = 0, True
-        self._count, self._queues = 0, _Queues()
+        self._count: int = before._count if before else 0
+        self._queues = _Queues()
         self._call: list[int] | None = None  # outputs of the last call that live, until something else happens
         self._outputs: tuple[int, ...] = ()  # all of them, in the order of their making
+        self.inside = dict[int, int]()  # bytes of what was allocated where nothing is noted, and lives
         self.kept = list[tuple[int, ...]]()  # for each call, which of its outputs stay
 
     def take(self, size: int, name: str) -> int:
         self._count += 1
+        if self.hidden:
+            self.inside[self._count] = size
         if not self.hidden and size:  # no bytes take none
             self._add("take", (name,), size)
             self._queues.add(self._count, name)
         return self._count
 
     def give(self, number: int) -> None:
+        self.inside.pop(number, None)
         if self._call and number in self._call:
             self._call.remove(number)
         elif number in self._queues:  # others are weights
@@ -206,31 +216,64 @@ def _name_here() -> str:
 # ---- components ----
 
 
-class _Order(TorchDispatchMode):
-    """Notes the order in which storages are made."""
+_PLAIN = (torch.Tensor, torch.dtype, torch.device, str, int, float, bool, type(None))
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.at = dict[int, int]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten._local_scalar_dense:  # a mask's contents: all ones
-            return {torch.bool: True, torch.float32: 1.0}.get(args[0].dtype, 1)
-        out = func(*args, **(kwargs or {}))
-        for x in leaves_of(out):
-            if isinstance(x, torch.Tensor):
-                self.at[x.untyped_storage()._cdata] = len(self.at)
-        return out
+def _is_plain(x: Any) -> bool:
+    """Tell whether nobody can change an object, apart from a tensor's contents."""
+    return isinstance(x, _PLAIN) or (isinstance(x, tuple) and all(map(_is_plain, x)))
+
+
+@contextlib.contextmanager
+def _once_for_all_layers(module: torch.nn.Module) -> Iterator[None]:
+    """Let a layer of a list return what an equal call of another one returned, as new tensors. Only the outputs' sizes
+    count here, and running each layer takes most of the time."""
+    known = dict[Any, Any]()
+
+    def calling(number: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            leaves = leaves_of((args, kwargs))
+            if not all(map(_is_plain, (*args, *kwargs.values()))):
+                return run(*args, **kwargs)  # it may change an object
+            told = ((x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+            key = number, tuple(kwargs), *told
+            if key in known:
+                return map_leaves(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, known[key])
+            out = run(*args, **kwargs)
+            made = [x for x in leaves_of(out) if isinstance(x, torch.Tensor)]
+            given = {x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor)}
+            own = {x.untyped_storage()._cdata for x in made}
+            is_new = len(own) == len(made) and not own & given and not any(x._is_view() for x in made)
+            if is_new and _is_plain(out):
+                known[key] = out
+            return out
+
+        return called
+
+    with contextlib.ExitStack() as wrapped:
+        for number, layers in enumerate(m for m in module.modules() if isinstance(m, torch.nn.ModuleList)):
+            kinds = {(type(m), *((n, x.shape, x.dtype) for n, x in m.named_parameters())) for m in layers}
+            if len(layers) > 2 and len(kinds) == 1:
+                for layer in layers:
+                    wrapped.enter_context(setting(layer, forward=calling(number, layer.forward)))
+        yield
 
 
 class ComponentCall(NamedTuple):
-    """A call of a component, with arguments on "meta". kept: which of its outputs' storages the pipeline keeps, by the
-    order of their making"""
+    """A call of a component, with arguments on "meta".
+
+    label: the method's name, with a number if it is called in a second or further way
+    shapes: of its tensors, as of `shapes_of`
+    kept: which of its outputs' storages the pipeline keeps, by the order of their making
+    """
 
     role: str
     method: str
+    label: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     kept: tuple[int, ...] = ()
 
 
@@ -244,6 +287,10 @@ class TextRecorder(PipelineRecorder):
         self._trace = self.writer
         self._outputs = dict[Any, Any]()  # of components' calls, on "meta"
         self.calls = list[ComponentCall]()  # of a pipeline's call
+        self.modules = dict[str, Any]()  # by role
+        self._is_inside = False  # whether a component runs
+        self.kept = Counter[str]()  # bytes that a component keeps after its calls, by role
+        self._ways = dict[tuple[str, str], list[Any]]()  # in which a component's method was called
 
     def copy(self, pipe: Any) -> Any:
         """Copy a pipeline, with fake weights on the card."""
@@ -270,28 +317,93 @@ class TextRecorder(PipelineRecorder):
         self.writer.hidden = before
 
     def component(self, role: str, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a component on "meta", and return fake tensors on the card like its outputs. A call like an earlier one
-        has the same outputs."""
-        given = [x for x in leaves_of((args, kwargs)) if isinstance(x, torch.Tensor)]
-        others = [x for x in leaves_of((args, kwargs)) if not isinstance(x, torch.Tensor)]
+        """Call a component, and return fake tensors like its outputs. Only they are noted, not what the call does. A
+        call like an earlier one has the same outputs."""
         self.sweep()
-        self.writer.call(role, method, inspect.signature(run).bind(*args, **kwargs).arguments)
-        key = role, method, repr(others), *((x.shape, x.stride(), x.dtype) for x in given)
-        with setting(self, _silent=True), _disable_current_modes(), torch._C.DisableTorchFunction():
-            to_meta = functools.partial(torch.empty_strided, device="meta")
-            args, kwargs = map_leaves(
-                lambda x: to_meta(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, torch.Tensor) else x,
-                (args, kwargs),
-            )
-            self.calls.append(ComponentCall(role, method, args, kwargs))
-            if key not in self._outputs:
-                with _Order() as order:
+        bound = inspect.signature(run).bind(*args, **kwargs).arguments
+        label = self._label(role, method, bound)
+        self.writer.call(role, label, bound)
+        del bound
+        given = [*map(self._told, leaves_of((args, kwargs)))]
+        meta_args, meta_kwargs = map_leaves(self._on_meta, (args, kwargs))
+        shapes = self.writer.events[-1].shapes
+        self.calls.append(ComponentCall(role, method, label, meta_args, meta_kwargs, shapes))
+        key = role, method, *given
+        if key not in self._outputs:
+            unmodelled, guesses = {**self.recording.unmodelled}, self.guesses.copy()
+            with self.hiding():
+                before = sum(self.writer.inside.values())
+                with setting(self, _is_inside=True), _once_for_all_layers(self.modules[role]):
                     output = run(*args, **kwargs)
-                self._outputs[key] = output, order.at
-        del given, others, args, kwargs
+                self._outputs[key] = self._to_meta(output)
+                del output
+                self.sweep()
+                if (left := sum(self.writer.inside.values()) - before) > _MUCH:
+                    self.kept[role] = max(left, self.kept[role])
+            self.recording.unmodelled.clear()
+            self.recording.unmodelled.update(unmodelled)
+            self.guesses = guesses
+        del args, kwargs
         result, numbers = self._on_card(*self._outputs[key])
         self.writer.leave(numbers)
         return result
+
+    def _label(self, role: str, method: str, bound: Mapping[str, Any]) -> str:
+        """Return a method's name, with a number if it is called in a second or further way: with other switches, or
+        without some of the arguments."""
+        told = (x if x is None or isinstance(x, bool | str) else ... for x in bound.values())
+        way = tuple(bound), *told
+        known = self._ways.setdefault((role, method), [])
+        if way not in known:
+            known.append(way)
+        number = known.index(way)
+        return f"{method}{number + 1}" if number else method
+
+    def guess(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the contents; zeros if they are unknown, and ones within a component: masks have ones."""
+        if self._is_inside and self.contents(x) is None:
+            with unset_fake_temporarily():
+                return torch.ones(x.shape, dtype=x.dtype)
+        return super().guess(x)
+
+    def notes(self) -> list[str]:
+        kept = (f"not counted: {size >> 20} MiB that {role} keeps after a call" for role, size in self.kept.items())
+        return [*super().notes(), *kept]
+
+    def _told(self, x: Any) -> Any:
+        """Return what a call's outputs depend on."""
+        if not isinstance(x, torch.Tensor):
+            return repr(x)
+        known = None if x.is_floating_point() else self.contents(x)
+        return x.shape, x.stride(), x.dtype, None if known is None else known.numpy().tobytes()
+
+    def _on_meta(self, x: Any) -> Any:
+        """Copy a tensor to "meta", with its contents; return anything else as it is."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        with setting(self, _silent=True), _disable_current_modes(), torch._C.DisableTorchFunction():
+            made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            if (known := self.contents(x)) is not None:
+                made.__dict__["contents"] = known.clone()
+        return made
+
+    def _to_meta(self, output: Any) -> tuple[Any, dict[int, int]]:
+        """Copy an output to "meta". Return also the order in which its storages were made."""
+        whole, order = dict[int, torch.Tensor](), dict[int, int]()
+
+        def copied(x: torch.Tensor) -> torch.Tensor:
+            address = x.untyped_storage()._cdata
+            with setting(self, _silent=True), _disable_current_modes(), torch._C.DisableTorchFunction():
+                if address not in whole:
+                    whole[address] = torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+                    order[whole[address].untyped_storage()._cdata] = self.number_of(address)
+                made = whole[address].view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+                if (known := self.contents(x)) is not None:
+                    made.__dict__["contents"] = known.clone()
+            return made
+
+        with setting(self, _silent=True):
+            return _copy_with(output, copied), order
 
     def _on_card(self, output: Any, order_of: Mapping[int, int]) -> tuple[Any, list[int]]:
         """Copy an output on "meta" to the card. Return also the numbers of its storages, the first made first."""
@@ -303,7 +415,10 @@ class TextRecorder(PipelineRecorder):
 
         def copied(x: torch.Tensor) -> torch.Tensor:
             whole = made[x.untyped_storage()._cdata].view(x.dtype)
-            return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+            own = whole.as_strided(x.shape, x.stride(), x.storage_offset())
+            if "contents" in vars(x):
+                own.__dict__["contents"] = vars(x)["contents"].clone()
+            return own
 
         _copy_with(output, note)
         with self.hiding():
@@ -316,19 +431,31 @@ class TextRecorder(PipelineRecorder):
                 return _copy_with(output, copied), numbers
 
 
+def tensors_in(x: Any) -> list[torch.Tensor]:
+    """List the tensors in an object, wherever it holds them."""
+    found = list[torch.Tensor]()
+
+    def note(one: torch.Tensor) -> torch.Tensor:
+        found.append(one)
+        return one
+
+    _copy_with(x, note)
+    return found
+
+
 def _copy_with(x: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Copy an object, with something in place of each tensor in it."""
-    with setting(torch.Tensor, __deepcopy__=lambda tensor, memo: change(tensor)):
+    with setting(torch.Tensor, __deepcopy__=lambda tensor, memo: change(tensor)), torch._C.DisableTorchFunction():
         return copy.deepcopy(x)
 
 
 @contextlib.contextmanager
 def _following(original: Any, pipe: Any, recorder: TextRecorder) -> Iterator[None]:
     """Note calls of components, conversions of their weights, and the scheduler's steps."""
-    originals = modules_of(original)
+    originals, recorder.modules = modules_of(original), modules_of(pipe)
 
     def calling(role: str, method: str) -> Callable[..., Any]:
-        run = getattr(originals[role], method)
+        run = getattr(recorder.modules[role], method)
 
         @functools.wraps(run)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -352,15 +479,19 @@ def _following(original: Any, pipe: Any, recorder: TextRecorder) -> Iterator[Non
     for role, module in modules_of(pipe).items():
         methods = {name: calling(role, name) for name in {"forward", "encode", "decode"} & {*dir(module)}}
         wrapped.enter_context(setting(module, **methods, to=moving(role, module.to)))
-    step = pipe.scheduler.step
+    scheduler = pipe.scheduler
+    kind = type(scheduler)
+    step = kind.step
 
-    def stepping(*args: Any, **kwargs: Any) -> Any:
-        out = step(*args, **kwargs)
-        recorder.sweep()
-        recorder.writer.mark("step")
+    @functools.wraps(step)
+    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = step(self, *args, **kwargs)
+        if self is scheduler:  # a copy makes no steps of its own
+            recorder.sweep()
+            recorder.writer.mark("step")
         return out
 
-    with wrapped, setting(pipe.scheduler, step=stepping):
+    with wrapped, setting(kind, step=stepping):
         yield
 
 
@@ -389,9 +520,11 @@ def record_calls(pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card) -
     with recording_pipelines(recorder), recorder.hiding():
         copied = recorder.copy(pipe)
         for call in calls:
-            copied.scheduler = copy.deepcopy(pipe.scheduler)
-            recorder.script = recorder._trace = recorder.writer = EventWriter()
+            for role in _STATEFUL & {*pipe.components}:
+                setattr(copied, role, copy.deepcopy(getattr(pipe, role)))
+            recorder.script = recorder._trace = recorder.writer = EventWriter(recorder.writer)
             recorder.calls = []
+            recorder.kept.clear()
             recorder.guesses.clear()
             recorder.recording.unmodelled.clear()
             with _following(pipe, copied, recorder), _without_cycles():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._errors import ArgumentError
@@ -23,7 +23,7 @@ _Shapes = Sequence[tuple[str, tuple[int, ...]]]
 VariablesOf = Callable[[str, str, _Shapes, Values], Values]
 _Equation = tuple[str, str, int]  # a variable, a sign, and a number
 _Key = tuple[str, tuple[str, ...]]  # what has to be the same at every size: an event's kind and words
-_PLACES = ["", "h w", "t", "h", "w", "s", "m", "f", "f h w", "p", "y x", "q", "y", "x", "k"]
+_PLACES = ["", "h w", "t", "h", "w", "s", "m", "f", "f h w", "p", "y x", "q", "y", "x", "k", "a", "g"]
 _TELLING = "g i u c e v n s".split()  # variables that the code may decide by, the likeliest first
 _COUNTS = "n f s".split()  # "more than one" tells more of them than "seven"
 _MANY_STEPS = 5  # of these, some do the same
@@ -74,14 +74,31 @@ def _key(event: Event) -> _Key:
     return event.kind, event.words
 
 
-def _fold(events: Sequence[Event], images: int) -> list[_Key | Loop]:
-    """Find what happens for each image."""
+def _fold(events: Sequence[Event], images: int, known: Collection[Loop] | None = None) -> list[_Key | Loop]:
+    """Find what happens for each image. known: loops that may be found; None: any"""
     keys, folded, at = [*map(_key, events)], list[_Key | Loop](), 0
     while at < len(keys):
         loop = _loop_at(keys, at, images)
+        loop = loop if known is None or loop in known else None
         folded.append(loop or keys[at])
         at += (images + loop.more) * len(loop.block) if loop else 1
     return folded
+
+
+def _find_loops(recorded: Sequence[tuple[Values, Sequence[Event]]]) -> set[Loop]:
+    """Find what happens for each image, with two numbers of images if there are two. With one it may be an accident: a
+    text encoder that keeps seven tensors, and seven images."""
+    found, images = dict[Loop, set[int]](), {at["n"] for at, _ in recorded}
+    for at, events in recorded:
+        for part in _split(events) if at["n"] >= _LEAST_LOOPED else ():
+            for item in _fold(part, at["n"]):
+                if isinstance(item, Loop):
+                    found.setdefault(item, set()).add(at["n"])
+
+    def is_confirmed(loop: Loop) -> bool:
+        return len(found[loop]) > 1 or sum(n + loop.more >= _LEAST_LOOPED for n in images) == 1
+
+    return {*filter(is_confirmed, found)}
 
 
 def _loop_at(keys: Sequence[_Key], at: int, images: int) -> Loop | None:
@@ -119,9 +136,9 @@ def _nothing(folded: Sequence[_Key | Loop]) -> list[list[Event | None]]:
 class _Case:
     """Recordings that do the same."""
 
-    def __init__(self, at: Values, parts: Sequence[list[Event]]):
+    def __init__(self, at: Values, parts: Sequence[list[Event]], loops: Collection[Loop]):
         named, self.names = _name_steps(parts)
-        self.folded = [_fold(part, at["n"]) for part in named]
+        self.folded = [_fold(part, at["n"], loops) for part in named]
         self.points, self.steps = list[Values](), list[int]()
         self.events = list[list[list[Event | None]]]()  # by point, item and line
 
@@ -307,12 +324,12 @@ def write_text(recorded: Sequence[tuple[Values, Sequence[Event]]], variables_of:
 
     recorded: what the pipeline does with each of several values of the variables
     """
-    cases = list[_Case]()
+    cases, loops = list[_Case](), _find_loops(recorded)
     # What repeats shows with many steps, and with many images.
     for at, events in sorted(recorded, key=lambda one: (one[0]["s"] < _MANY_STEPS, -one[0]["n"])):
         parts = _split(events)
         if not any(case.join(at, parts) for case in cases):
-            cases.append(_Case(at, parts))
+            cases.append(_Case(at, parts, loops))
             cases[-1].join(at, parts)
     for case in cases:
         others = [at for one in cases if one is not case for at in one.points]

@@ -1,0 +1,139 @@
+"""Pipelines that are a row of data and a recording: what ships, and one that this file defines."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import pytest
+
+from vaemem import predict_pipeline
+from vaemem._common import shipped
+from vaemem.pipelines.components import PIPELINES
+from vaemem.prediction.recordings import PACKAGED, read_recording
+
+ROWS = [name for name, kind in PIPELINES.items() if kind.recording.startswith(PACKAGED)]
+FILES = resources.files("vaemem").joinpath("data", "pipelines")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_list_of_facts_says_what_the_recordings_do(name, tmp_path):
+    file = tmp_path / "a.vaemem"
+    file.write_text(shipped("pipelines", f"{name}.vaemem"))
+    data, listed = read_recording(str(file)), json.loads(shipped("pipelines.json"))[name]
+    assert listed == {fact: data[fact] for fact in listed}
+    row = json.loads(shipped("pipelines", f"{name}.json"))
+    assert data["about"] == f"{row['class']} of {row['repository']}" and row["source"]
+
+
+def test_every_recording_is_listed():
+    files = {file.name.removesuffix(".vaemem") for file in FILES.iterdir() if file.name.endswith(".vaemem")}
+    assert files == {*ROWS} and ROWS
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_kind_of_offloading_answers(name):
+    """Less stays on the card, in this order."""
+    unit, peaks = PIPELINES[name].stride, dict[str, int]()
+    for offload in ("none", "model", "sequential"):
+        p = predict_pipeline(name, 8 * unit, 8 * unit, gpu="H200", offload=offload)
+        peaks[offload] = p.peak
+        assert p.phases[-1].flops or p.phases[-2].flops
+    assert peaks["none"] > peaks["model"] > peaks["sequential"]
+    group = predict_pipeline(name, 8 * unit, 8 * unit, gpu="H200", offload="leaf_level")
+    assert group.peak < peaks["model"]
+
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+if int(diffusers.__version__.split(".")[1]) < 42:
+    pytest.skip("rows are of diffusers 0.42", allow_module_level=True)
+
+from vaemem.pipelines.programs import Recorded
+from vaemem.prediction.gpus import find_gpu
+from vaemem.pytorch import predict_pipeline as predict_any
+from vaemem.pytorch.fitting import PolynomialFit, products
+from vaemem.pytorch.loading import WORD, build_row
+from vaemem.pytorch.module_writer import ScriptRecorder, Writer, settle, weights_text
+from vaemem.pytorch.pipeline_files import record_row
+from vaemem.pytorch.recorder import Recorder, Recording
+from vaemem.pytorch.recording import record_by
+
+TINY = {  # SD 1.5's pipeline with a text encoder of two layers
+    "class": "StableDiffusionPipeline", "repository": "nobody/tiny", "source": "made up", "dtype": "float16",
+    "tokens": 77, "steps": 20, "guides": True, "call": {}, "unguided": {"guidance_scale": 1.0}, "unit": 32,
+    "components": {
+        "text_encoder": ["transformers:CLIPTextModel", "transformers:CLIPTextConfig", {
+            "vocab_size": 8, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 0}],
+        "unet": ["diffusers:UNet2DConditionModel", {
+            "block_out_channels": [32, 64], "layers_per_block": 1, "norm_num_groups": 8, "attention_head_dim": 8,
+            "cross_attention_dim": 32, "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+            "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"]}],
+        "vae": ["diffusers:AutoencoderKL", {
+            "block_out_channels": [32, 64, 64, 64], "norm_num_groups": 8,
+            "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}],
+        "scheduler": ["diffusers:EulerDiscreteScheduler", {"steps_offset": 1}],
+        "tokenizer": ["tokenizer", {"length": 77, "template": 2}],
+        "safety_checker": None, "feature_extractor": None,
+    },
+    "settings": {"requires_safety_checker": False},
+}  # fmt: skip
+
+
+def test_a_new_pipeline_is_a_row_and_a_command(tmp_path):
+    """Then it answers for sizes, numbers of images and steps that were not recorded, with guidance and without."""
+    path = str(tmp_path / "tiny.vaemem")
+    (tmp_path / "tiny.vaemem").write_text(json.dumps(record_row(TINY), default=list))
+    pipe = build_row(TINY)
+    for scale in (5.0, 1.0):
+        how = {"height": 224, "width": 96, "gpu": "RTX 4090"}
+        call = {"num_inference_steps": 7, "num_images_per_prompt": 3, "guidance_scale": scale}
+        own = predict_any(pipe, " ".join([WORD] * 9), negative_prompt=WORD, **call, **how)
+        found = predict_pipeline(path, steps=7, batch=3, guidance=scale > 1, **how)
+        names = "encode prompt", "denoise", "decode"
+        assert [p.allocated for p in own.phases if p.name in names] == [
+            p.allocated for p in found.phases if p.name in names
+        ]
+
+
+class Convolutions(torch.nn.Module):
+    """Convolutions that are not square, or dilated, grouped, transposed, or of several frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = torch.nn.Conv2d(4, 8, (3, 1), padding=(1, 0))
+        self.wide = torch.nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=2)
+        self.up = torch.nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1, output_padding=1)
+        self.deep = torch.nn.Conv3d(4, 6, 3, stride=(1, 2, 2), padding=1)
+        self.long = torch.nn.ConvTranspose1d(6, 2, 4, stride=2, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.wide(self.flat(x)))
+        y = self.deep(torch.stack([y, y, y], 2))
+        return self.long(y.mean(2).mean(2))
+
+
+def test_any_convolution_is_recorded_with_its_sizes():
+    """Next to a recording at another size: the same steps, questions for cuDNN, and FLOPs."""
+    with torch.device("meta"):
+        module = Convolutions().eval()
+
+    def run(recorder, n, h, w):
+        return record_by(recorder, module, (torch.empty(n, 4, h, w, device="meta"),), {}).trace
+
+    points = [{"n": n, "h": h, "w": w} for n, h, w in ((1, 8, 12), (2, 6, 10), (3, 10, 4), (1, 14, 6), (5, 4, 8))]
+    fit = PolynomialFit(products(["", "n"], ["", "h w", "h", "w"]), points)
+    writer = Writer(fit, "float32")
+    writer.write([run(ScriptRecorder("Convolutions"), **at).calls[0] for at in points])
+    call = {"sizes": fit.polynomials, "convs": writer.convs, "attentions": [], "modules": list(writer.modules)}
+    data = {
+        "about": "", "source": "", "variables": [*"nhw"], "derived": {}, "calls": {"float32": call},
+        "weights": weights_text(module, torch.float32),
+    }  # fmt: skip
+    gpu = find_gpu("RTX 4090")
+    own, found = run(Recorder(Recording(), gpu), 2, 12, 16), Recorded("x", data).trace("float32", gpu, n=2, h=12, w=16)
+    assert settle(own.steps) == settle(found.steps) and own.convs == found.convs and len(own.convs) == 5
+    assert own.flops == found.flops
