@@ -137,7 +137,7 @@ COMPONENTS = {
     for name, pipeline in PIPELINES.items()
     for role, component in {**pipeline.parts, **pipeline.optional}.items()
     # Its recording calls the checker's submodules, but the pipeline calls the checker.
-    if role != "vae" and component != "safety-checker"
+    if role != "vae" and component != "safety-checker" and not pipeline.recording
 }
 
 

@@ -131,7 +131,7 @@ SHARED = [
     ("Qwen/Qwen-Image-2512", "qwen-image", "qwen-image"),
     ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "wan2.1", ""), ("wan-ai/wan2.2-i2v-a14b", "wan2.1", ""),
     ("black-forest-labs/FLUX.1-Depth-dev", "flux", ""), ("FLUX.1-Canny-dev", "flux", ""),
-    ("Wan-AI/Wan2.1-VACE-14B", "wan2.1", ""), ("anima", "qwen-image", ""), ("krea/Krea-2-Turbo", "qwen-image", ""),
+    ("Wan-AI/Wan2.1-VACE-14B", "wan2.1", ""), ("krea/Krea-2-Turbo", "qwen-image", "krea2-turbo"),
     ("anima", "qwen-image", ""), ("Z-Image-Edit", "zimage", ""),
     ("someone/FLUX.1-dev", "flux", "flux"), ("stabilityai/stable-diffusion-3.5-large-turbo", "sd3", "sd35-large"),
 ]  # fmt: skip
@@ -197,7 +197,11 @@ def test_a_pipeline_of_anothers_modules_says_so():
 @pytest.mark.parametrize("name", [*SAMPLE_SIZES, *PIPELINES, "black-forest-labs/FLUX.2-klein-4B", "klein"])
 def test_every_name_is_known_to_all_commands(name):
     """A VAE's name, or a pipeline's, is answered or refused with what is known; never as an unknown one."""
-    assert named_model("model", name.upper()) in SAMPLE_SIZES
+    if name == "hunyuan-video-1.5":  # its VAE is a recorded module
+        with refused("model"):
+            named_model("model", name)
+    else:
+        assert named_model("model", name.upper()) in SAMPLE_SIZES
     try:
         assert known_pipeline("pipeline", name.title()) in PIPELINES
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from importlib import resources
 
@@ -50,6 +51,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 if int(diffusers.__version__.split(".")[1]) < 42:
     pytest.skip("rows are of diffusers 0.42", allow_module_level=True)
+
+import torch_pipelines
 
 from vaemem.pipelines.programs import Recorded
 from vaemem.prediction.gpus import find_gpu
@@ -137,3 +140,33 @@ def test_any_convolution_is_recorded_with_its_sizes():
     own, found = run(Recorder(Recording(), gpu), 2, 12, 16), Recorded("x", data).trace("float32", gpu, n=2, h=12, w=16)
     assert settle(own.steps) == settle(found.steps) and own.convs == found.convs and len(own.convs) == 5
     assert own.flops == found.flops
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ROWS)
+def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
+    """At a size that was not recorded. Buffers that no file has count in load."""
+    row = json.loads(shipped("pipelines", f"{name}.json"))
+    pipe, kind = build_row(row, "meta"), PIPELINES[name]
+    known = inspect.signature(type(pipe).__call__).parameters
+    sizes = {"height": 11 * kind.stride, "width": 18 * kind.stride}
+    words = " ".join([WORD] * (kind.tokens - 2 * (kind.tokens != 77)))
+    call = {"num_inference_steps": 3, "max_sequence_length": kind.tokens, "negative_prompt": words} | sizes
+    call |= {"num_frames": 2 * kind.frame_factor + 1} if kind.frames else {}
+    call = {key: value for key, value in call.items() if key in known} | row["call"]
+    if kind.unguided or not kind.guides:
+        call.pop("negative_prompt", None)
+    frames = {"frames": 2 * kind.frame_factor + 1} if kind.frames else {}
+    for offload in ("none", "model"):
+        own = predict_any(pipe, words, gpu="H200", prepare=torch_pipelines.WAYS[offload], **call)
+        found = predict_pipeline(name, **sizes, **frames, steps=3, gpu="H200", offload=offload)
+        pairs = zip(
+            (p for p in own.phases if p.name != "load"), (p for p in found.phases if p.name != "load"), strict=True
+        )
+        for one, other in pairs:
+            # Kolors' text encoder drops a mask of 64 KiB earlier in its own code; nobody found out why. Qwen-Image 2.1
+            # keeps keys and values of the prompt, of 50 MB for an image, and its note says that they do not count.
+            keeps = any("keeps after a call" in note for note in kind.notes)
+            assert one.name == other.name
+            assert abs(one.allocated - other.allocated) <= (one.allocated // 50 if keeps else 1 << 16)
+            assert abs(one.reserved - other.reserved) <= (one.reserved // 50 if keeps else 0)

@@ -68,6 +68,7 @@ class Pipeline(NamedTuple):
     sound: latents of its sound for some frames
     recording: the path of its recording, if it has one
     has_words: whether it is known with prompts of any length
+    loras: whether it has load_lora_weights
     packs: whether its denoiser can be loaded from a GGUF file
     converts: whether it converts its VAE to float32, whatever the VAE's config says
     notes: of its recording
@@ -104,6 +105,7 @@ class Pipeline(NamedTuple):
     sound: tuple[int, int] = (0, 1)
     recording: str = ""
     has_words: bool = True
+    loras: bool = True
     packs: bool = True
     converts: bool = False
     notes: tuple[str, ...] = ()
@@ -171,7 +173,7 @@ def count_seen(height: int, width: int) -> int:
 
 
 _COPIED = "dtype vae_dtype tokens steps frames frame_factor factor unit".split()
-_COPIED += "most_batch has_words guides unguided packs converts".split()
+_COPIED += "most_batch has_words guides unguided packs converts loras longest".split()
 
 
 class _Pipelines(dict[str, Pipeline]):
@@ -286,7 +288,7 @@ PIPELINES = _Pipelines({
         about="PixArtSigmaPipeline of PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
         parts={"text_encoder": "t5-xxl-masked", "transformer": "pixart-sigma-transformer", "vae": "sdxl"},
         dtype="float16", tokens=300, most_tokens=MOST_SEQUENCE, steps=20, guides=True, begins=False,
-        since=42, sized="use_resolution_binning=False",
+        since=42, sized="use_resolution_binning=False", loras=False,
     ),
     "flux": _FLUX,
     "flux-schnell": _FLUX._replace(

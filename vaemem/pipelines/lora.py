@@ -22,7 +22,6 @@ _ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 _JOINT = tuple(f"attn.{name}" for name in (*_ATTENTION, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"))
 _FLUX = (*_JOINT, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 _TARGETS = {"sd3": _JOINT, "flux2": (*_ATTENTION, "to_qkv_mlp_proj", "attn.to_out"), "flux": _FLUX, "chroma": _FLUX}
-_WITHOUT = ("pixart-sigma",)  # pipelines without load_lora_weights
 _UP, _DOWN = r"lora_B|lora_up|lora\.up", r"lora_A|lora_down|lora\.down"
 _HALF = re.compile(rf"(?P<layer>.+?)\.(?:(?P<down>{_DOWN})|(?P<up>{_UP}))(?:\.\w+)?\.weight")
 # Kohya's prefixes of roles; diffusers' are the roles.
@@ -144,11 +143,12 @@ def _ranks(tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> list[tup
     return list(found.items())
 
 
-def read_loras(name: str, given: Any) -> tuple[Lora, ...]:
-    """Read the argument `lora` of a pipeline: one LoRA, or several."""
+def read_loras(name: str, given: Any, are_loaded: bool) -> tuple[Lora, ...]:
+    """Read the argument `lora` of a pipeline: one LoRA, or several. are_loaded: whether its class has
+    ``load_lora_weights``"""
     if given is None:
         return ()
-    if name in _WITHOUT:
+    if not are_loaded:
         raise ArgumentError("lora", f"None with {name}: its pipeline has no load_lora_weights", repr(given))
     usual = next((layers for start, layers in _TARGETS.items() if name.startswith(start)), _ATTENTION)
     given = given if isinstance(given, list | tuple) else [given]

@@ -386,7 +386,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     if 0 < most < batch:
         why = f"at most {most} with {pipeline}, whose larger batches were not recorded"
         raise ArgumentError("batch", why, str(batch))
-    loras = read_loras(pipeline, given.lora)
+    loras = read_loras(pipeline, given.lora, known.loras)
     if loras and release < LORAS_SINCE:
         needed = f"0.{LORAS_SINCE} or later with a LoRA"
         raise ArgumentError("diffusers_version", needed, repr(software.diffusers_version))

@@ -29,11 +29,10 @@ _ROW: Mapping[str, Callable[[Any], bool]] = {
     "dtype": lambda value: value in DTYPES,
     "vae_dtype": lambda value: value in ("", *DTYPES),
     "tokens": _COUNT, "steps": lambda value: _COUNT(value) and value > 0, "frames": _COUNT,
-    "most_batch": _COUNT,
+    "most_batch": _COUNT, "longest": _COUNT,
     "factor": lambda value: _COUNT(value) and value > 0, "unit": lambda value: _COUNT(value) and value > 0,
     "frame_factor": lambda value: _COUNT(value) and value > 0,
-    **dict.fromkeys(
-        ("has_words", "guides", "unguided", "encodes", "packs", "converts"), lambda value: isinstance(value, bool)),
+    **dict.fromkeys("has_words guides unguided encodes packs converts loras".split(), lambda v: isinstance(v, bool)),
     "sound": lambda value: isinstance(value, list) and len(value) == 2 and all(map(_COUNT, value)) and value[1] > 0,
     "aside": lambda value: isinstance(value, list) and all(isinstance(role, str) for role in value),
 }  # fmt: skip

@@ -8,12 +8,14 @@ import functools
 import inspect
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
+from vaemem import _core
 from vaemem._common import DTYPES, check_writable, grouped, meant, whole, write
 from vaemem._errors import ArgumentError
 from vaemem._types import Dtype
@@ -23,12 +25,14 @@ from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE, count_sound
 from vaemem.pipelines.programs import Recorded
 from vaemem.pipelines.text import PipelineText
 from vaemem.prediction.gpus import Gpu
+from vaemem.prediction.held import arch_key
+from vaemem.prediction.passing import pass_vae
 from vaemem.prediction.recordings import FILE_FORMAT, SUFFIX
 from vaemem.prediction.request import find_card
 from vaemem.pytorch.any_pipeline import check_pipeline, open_pipeline
 from vaemem.pytorch.contents import ContentsRecorder, PythonCalls
 from vaemem.pytorch.converting import modules_of
-from vaemem.pytorch.fitting import PolynomialFit, products
+from vaemem.pytorch.fitting import PolynomialFit, evaluate, products
 from vaemem.pytorch.loading import WORD, build_row
 from vaemem.pytorch.module_writer import (
     ScriptRecorder,
@@ -56,6 +60,10 @@ _MOST_CALLS = 11  # of a component's method that are recorded; the others have t
 _UNIT = 4  # divisor of the points' sides
 _OF_MODULES = "n h w f p a t g o".split()  # variables of a module; o: in which way it is called
 _HALVED = [f"{side}{level}" for level in "123" for side in "hw"]
+_PADDED = {  # sides and frames in a VAE, which convolutions pad by two
+    **{f"{side}p{level}": f"{2**level} {side} + 2" for level in range(5) for side in "hw"},
+    "fp0": "1 f + 2", "fp1": "2 f + 1", "fp2": "4 f + -1",
+}  # fmt: skip
 _CARD = "RTX 4090"
 _DENOISERS = ("unet", "transformer")
 _STEPS = "num_inference_steps"
@@ -168,12 +176,12 @@ def _kept(recorder: ContentsRecorder, output: Any, kept: Sequence[int]) -> list[
 
 
 def _derived(at: Values) -> dict[str, int]:
-    """Add the halves of both sides, rounded up, three times."""
+    """Add the halves of both sides, rounded up, three times; and padded sides."""
     found = {name: at[name] for name in _OF_MODULES}
     for name in _HALVED:
         level = int(name[1])
         found[name] = -(-found[f"{name[0]}{level - 1}" if level > 1 else name[0]] // 2)
-    return found
+    return found | {name: evaluate(of, at) for name, of in _PADDED.items()}
 
 
 _AREAS = ["", "h w", "h1 w1", "h2 w2", "h3 w3", "p", *"hw", *_HALVED]
@@ -182,6 +190,8 @@ _MONOMIALS = [
     *products(["", "n"], ["", "f"], _AREAS), "a", "n a",
     *products(["", "n"], ["t", "t t", *(f"{one} t" for one in _TOKENS), *(f"{one} {one}" for one in _TOKENS)]),
 ]  # fmt: skip
+_OF_VAES = products(["", "n"], ["", "f", "fp0", "fp1", "fp2"], [f"hp{level} wp{level}" for level in range(5)])
+_OF_VAES += products(["", "n"], ["fp0", "fp1", "fp2"], ["h w"])
 
 
 def _write_module(
@@ -205,14 +215,15 @@ def _write_module(
         points = [at for at, _ in group]
         others = [at for other in groups.values() if other is not group for at, _ in other]
         case = equations_of(points, others, ["o", "g", "n", "f"])
-        fit = PolynomialFit(_MONOMIALS, points)
+        fit = PolynomialFit(_MONOMIALS + _OF_VAES * ("vae" in calls[0][1].role), points)
         writer = Writer(fit, dtype)
         writer.write([call for _, call in group])
         lists = {"convs": writer.convs, "attentions": writer.attentions, "modules": list(writer.modules)}
         texts[f"{dtype}; {case}".removesuffix("; ")] = {"sizes": fit.polynomials, **lists}
-    halves = {name: [f"1 {name[0]}{int(name[1]) - 1 or ''}", 2, 1] for name in _HALVED}
+    derived = {name: [f"1 {name[0]}{int(name[1]) - 1 or ''}", 2, 1] for name in _HALVED}
+    derived |= {name: [of, 1, 1] for name, of in _PADDED.items()}
     program = {
-        "about": type(module).__name__, "source": versions_of(), "variables": _OF_MODULES, "derived": halves,
+        "about": type(module).__name__, "source": versions_of(), "variables": _OF_MODULES, "derived": derived,
         "weights": weights_text(module, getattr(torch, dtype)), "calls": texts,
     }  # fmt: skip
     return program, [*missing]
@@ -237,9 +248,12 @@ def _config_of(module: Any) -> dict[str, Any]:
     return {**module.config, "_class_name": type(module).__name__}
 
 
-def _is_known_vae(module: torch.nn.Module) -> bool:
+def _is_walked(module: torch.nn.Module) -> bool:
+    """Tell whether the C walk knows a VAE, also when its weights are sent for its submodules' calls."""
     try:
-        read_config(_config_of(module))
+        arch = read_config(_config_of(module))
+        passing = pass_vae(arch_key(arch), "float32")
+        _core.Trace.vae(arch, "diffusers", "decode", "float32", 64, 64, passing=passing)
     except (ValueError, AttributeError):
         return False
     return True
@@ -388,7 +402,7 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     done = [*zip((*points, *checks), found, strict=True)]
     # The C walk encodes images only.
     of_vae = [called for call in found for called in call.calls if called.role == "vae"]
-    is_walked = "vae" in modules and _is_known_vae(modules["vae"]) and not any(map(_encodes_frames, of_vae))
+    is_walked = "vae" in modules and _is_walked(modules["vae"]) and not any(map(_encodes_frames, of_vae))
     vaes = {"vae": modules["vae"]} if is_walked else {}
     labels = grouped((called for call in found for called in call.calls), lambda called: called.role)
     ways = {role: [*dict.fromkeys(called.label for called in of)] for role, of in labels.items()}
@@ -421,6 +435,7 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
         "unit": calls.unit * calls.factor, "has_words": calls.words == 0, "guides": calls.unguided is not None,
         "unguided": not row.get("guides", True), "converts": "\nconvert vae float32" in text,
         "encodes": ("vae", "encode") in methods,
+        "longest": _longest(pipe), "loras": hasattr(pipe, "load_lora_weights"),
         "packs": bool(denoisers & {*SINGLE_FILE_LOADABLE_CLASSES}),
         "aside": [role for role in roles if role not in chain],
     }  # fmt: skip
@@ -450,6 +465,12 @@ def _tokens(call: RecordedCall) -> int:
     given = (called for called in call.calls if "text_encoder" in called.role)
     ids = (x for called in given for x in leaves_of((called.args, dict(called.kwargs))) if hasattr(x, "shape"))
     return max((int(x.shape[1]) for x in ids if len(x.shape) == 2), default=1)
+
+
+def _longest(pipe: Any) -> int:
+    """Return the tokens of the longest prompt that a pipeline's call accepts; 0 for any."""
+    refuses = re.search(r"max_sequence_length > (\d+)", inspect.getsource(type(pipe)))
+    return int(refuses[1]) if refuses else 0
 
 
 def _default(pipe: Any, name: str, otherwise: int) -> int:

@@ -92,11 +92,11 @@ class Recording:
         self.unmodelled: dict[str, int] = {}
 
 
-# Operators whose temporary memory may be ignored. `any` of a whole tensor takes 1 KiB and frees it at once. `cumsum`
-# takes some if it sums a whole tensor (ScanKernels.cpp), as of a prompt's mask; so does `nonzero` besides its output.
-# `tril_` works in place. comfy-kitchen's kernel for CUDA allocates nothing but its outputs.
+# Operators whose temporary memory may be ignored. `any` and `all` of a whole tensor take 1 KiB and free it at once.
+# `cumsum` takes some if it sums a whole tensor (ScanKernels.cpp), as of a prompt's mask; so does `nonzero` besides its
+# output. `tril_` works in place. comfy-kitchen's kernel for CUDA allocates nothing but its outputs.
 NEGLIGIBLE = {
-    "aten.any.default", "aten.cumsum.default", "aten.nonzero.default", "aten.tril_.default",
+    "aten.all.default", "aten.any.default", "aten.cumsum.default", "aten.nonzero.default", "aten.tril_.default",
     "comfy_kitchen.apply_rope.default",
 }  # fmt: skip
 

@@ -13,7 +13,6 @@ import functools
 import gc
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
@@ -289,7 +288,7 @@ class TextRecorder(PipelineRecorder):
         self.calls = list[ComponentCall]()  # of a pipeline's call
         self.modules = dict[str, Any]()  # by role
         self._is_inside = False  # whether a component runs
-        self.kept = Counter[str]()  # bytes that a component keeps after its calls, by role
+        self.kept = dict[str, None]()  # roles of components that keep memory after a call
         self._ways = dict[tuple[str, str], list[Any]]()  # in which a component's method was called
 
     def copy(self, pipe: Any) -> Any:
@@ -338,8 +337,8 @@ class TextRecorder(PipelineRecorder):
                 self._outputs[key] = self._to_meta(output)
                 del output
                 self.sweep()
-                if (left := sum(self.writer.inside.values()) - before) > _MUCH:
-                    self.kept[role] = max(left, self.kept[role])
+                if sum(self.writer.inside.values()) - before > _MUCH:
+                    self.kept[role] = None
             self.recording.unmodelled.clear()
             self.recording.unmodelled.update(unmodelled)
             self.guesses = guesses
@@ -367,7 +366,7 @@ class TextRecorder(PipelineRecorder):
         return super().guess(x)
 
     def notes(self) -> list[str]:
-        kept = (f"not counted: {size >> 20} MiB that {role} keeps after a call" for role, size in self.kept.items())
+        kept = (f"not counted: memory that the {role} keeps after a call" for role in self.kept)
         return [*super().notes(), *kept]
 
     def _told(self, x: Any) -> Any:
