@@ -165,8 +165,9 @@ def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
         )
         for one, other in pairs:
             # Kolors' text encoder drops a mask of 64 KiB earlier in its own code; nobody found out why. Qwen-Image 2.1
-            # keeps keys and values of the prompt, of 50 MB for an image, and its note says that they do not count.
+            # keeps keys and values of the prompt, of 52 MB here, and its note says that they do not count. The segments
+            # around them are as many bytes more.
             keeps = any("keeps after a call" in note for note in kind.notes)
             assert one.name == other.name
-            assert abs(one.allocated - other.allocated) <= (one.allocated // 50 if keeps else 1 << 16)
-            assert abs(one.reserved - other.reserved) <= (one.reserved // 50 if keeps else 0)
+            assert abs(one.allocated - other.allocated) <= (64 << 20 if keeps else 1 << 16)
+            assert abs(one.reserved - other.reserved) <= (128 << 20 if keeps else 0)
