@@ -229,6 +229,15 @@ def _write_module(
     return program, [*missing]
 
 
+def _write_weights(module: torch.nn.Module, dtype: str) -> dict[str, Any]:
+    """Write the program of a component that the pipeline does not call."""
+    call = {"sizes": [], "convs": [], "attentions": [], "modules": [""]}
+    return {
+        "about": type(module).__name__, "source": versions_of(), "variables": [], "derived": {},
+        "weights": weights_text(module, getattr(torch, dtype)), "calls": {dtype: call},
+    }  # fmt: skip
+
+
 def _check_module(
     role: str, data: Mapping[str, Any], module: Any, dtype: str, at: Values, called: ComponentCall
 ) -> None:
@@ -420,12 +429,14 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
             notes += missing
             for values, called in all_of.calls_of(role, all_of.checked):
                 _check_module(role, made[role], modules[role], types[role], values, called)
-    chain = [role for role in (pipe.model_cpu_offload_seq or "").split("->") if role in used]
-    roles = [*chain, *(role for role in used if role not in chain)]
-    usual = types[next((role for role in _DENOISERS if role in made), [*made][-1])]
     others = {types[role] for role in made if role != "vae"}
     if len(others) > 1:
         raise ArgumentError("pipe", "components of one type, apart from the VAE", ", ".join(sorted(others)))
+    for role in modules.keys() - used:  # pipe.to moves them too
+        made[role] = _write_weights(modules[role], types[role])
+    chain = [role for role in (pipe.model_cpu_offload_seq or "").split("->") if role in modules]
+    roles = [*chain, *(role for role in modules if role not in chain)]
+    usual = types[next((role for role in _DENOISERS if role in made), [*made][-1])]
     denoisers = {type(modules[role]).__name__ for role in _DENOISERS if role in made}
     vae_type, methods = types.get("vae", usual), {(called.role, called.method) for called in all_of.fitted[0][1].calls}
     facts = {
