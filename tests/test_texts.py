@@ -163,7 +163,9 @@ def test_each_pipeline_has_its_text(name):
                     at = variables_of(kind, 512, 768, n=n, f=3, t=40, s=20, e=e, v=e, g=g, u=u, c=c, i=int(begun))
                     parts = [part for part, _ in text.played(at)]
                     roles = [line.words[0] for part in parts for line in part if line.kind == "call"]
-                    assert {*roles} == {*kind.parts} | ({"safety_checker"} if c else set()), (name, at)
+                    # HunyuanVideo 1.5 calls its second text encoder for quoted text only.
+                    uncalled = {"text_encoder_2"} if name == "hunyuan-video-1.5" else set()
+                    assert {*roles} == {*kind.parts} - uncalled | ({"safety_checker"} if c else set()), (name, at)
 
 
 @pytest.fixture(scope="module")
