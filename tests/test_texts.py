@@ -181,7 +181,7 @@ def recorder():
 
 
 @pytest.mark.one_in(24)
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", [name for name, kind in PIPELINES.items() if not kind.recording])
 def test_a_text_does_what_the_pipeline_does(recorder, name):
     """At a size that was not fitted, event by event. `record_pipelines.check` raises for another event."""
     recorder.check(name, most=1)
