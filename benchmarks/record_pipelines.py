@@ -236,7 +236,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of PIPELINES; all by default")
     OUT.mkdir(exist_ok=True)
-    for name in parser.parse_args().names or [name for name, kind in PIPELINES.items() if not kind.text]:
+    own = [name for name, kind in PIPELINES.items() if not (kind.text or kind.recording)]
+    for name in parser.parse_args().names or own:
         for is_begun in (False, True)[: 1 + PIPELINES[name].begins]:
             (OUT / f"{text_name(name, is_begun)}.txt").write_text(record(name, is_begun), "utf-8")
 

@@ -30,12 +30,15 @@ LABELS = {
     "os": {"linux": "Linux", "windows": "Windows"},
 }  # fmt: skip
 
+# The form does not offer recordings: reading one takes the page's engine long.
+_PLAYED = [name for name, kind in PIPELINES.items() if not kind.recording]
+
 
 def offer_choices():
     """Return the values of the form's fields. "runs" has them by operation, program and model: a field that is not
     there does not apply. The first value of a list is the default. "with" is a pipeline's VAE."""
     runs = {op: {} for op in ("", *sorted(TILED_OPS, key=lambda op: (len(op), op)))}
-    runs[""] = {"diffusers": {name: _offer_pipeline(name) for name in PIPELINES}, "sd.cpp": _offer_graphs()}
+    runs[""] = {"diffusers": {name: _offer_pipeline(name) for name in _PLAYED}, "sd.cpp": _offer_graphs()}
     for op in TILED_OPS:
         for program in PROGRAM_NAMES:
             found = {model: _offer_vae(model, op, program) for model in (*shipped_models(), WAN)}

@@ -138,7 +138,8 @@ def main(out: Path) -> None:
     for path in [*shown, *ENGINE.glob("*.js"), BRYTHON / "brython.js"]:
         shutil.copy(path, out)
     package = ROOT / "vaemem"
-    files = sorted([*package.glob("data/**/*.json"), *package.glob("data/pipelines/*.txt")])
+    texts = [*package.glob("data/pipelines/*.txt"), *package.glob("data/pipelines/*.vaemem")]
+    files = sorted([*package.glob("data/**/*.json"), *texts])
     data = {path.relative_to(package).as_posix(): path.read_text("utf-8") for path in files}
     first = {name: data[name] for name in data if not re.search("/modules/|/pipelines/|/sm7", name)}
     write_json(out / "data.json", pack(first))
