@@ -219,6 +219,8 @@ def test_pipelines_take_loras_as_diffusers_do():
     diffusers = pytest.importorskip("diffusers")
     for name, pipeline in PIPELINES.items():
         size = (480, 832) if pipeline.frames else (1024, 1024)
+        if "dummy" in getattr(diffusers, pipeline.class_name).__module__:
+            continue  # it needs a package that is not there
         if not hasattr(getattr(diffusers, pipeline.class_name), "load_lora_weights"):
             with refused("lora"):
                 predict_pipeline(name, *size, gpu="H100", lora=16)

@@ -121,7 +121,7 @@ def test_z_image_is_called_as_its_pipeline_does():
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_longest_prompt_is_the_one_that_its_call_accepts(name):
     kind = getattr(diffusers, PIPELINES[name].class_name, None)
-    if kind is None:
+    if kind is None or "dummy" in kind.__module__:  # that of a package which is not there
         pytest.skip(f"this diffusers has no {PIPELINES[name].class_name}")
     refuses = re.search(r"max_sequence_length > (\d+)", inspect.getsource(kind))
     assert PIPELINES[name].longest == (int(refuses[1]) if refuses else 0)

@@ -147,6 +147,8 @@ def test_any_convolution_is_recorded_with_its_sizes():
 def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
     """At a size that was not recorded. Buffers that no file has count in load."""
     row = json.loads(shipped("pipelines", f"{name}.json"))
+    if "dummy" in getattr(diffusers, row["class"]).__module__:
+        pytest.skip(f"{row['class']} needs another package")
     pipe, kind = build_row(row, "meta"), PIPELINES[name]
     known = inspect.signature(type(pipe).__call__).parameters
     sizes = {"height": 11 * kind.stride, "width": 18 * kind.stride}
