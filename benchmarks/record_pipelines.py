@@ -26,7 +26,7 @@ from vaemem.pipelines.pipeline_request import text_name, variables_of
 from vaemem.pipelines.programs import load_program
 from vaemem.pipelines.text import PipelineText, load_text
 from vaemem.prediction.request import find_card
-from vaemem.pytorch.loading import build_pipeline
+from vaemem.pytorch.loading import WORD, build_pipeline
 from vaemem.pytorch.module_writer import versions_of
 from vaemem.pytorch.text_recorder import Event, record_calls, shapes_of
 from vaemem.pytorch.text_writer import check_text, write_text
@@ -50,7 +50,6 @@ TYPES = (  # of the pipeline and of its VAE, with points
     ("float16", "float32", [*POINTS[3:7], *FEW]),
 )  # fmt: skip
 CHECKS = [(2, 104, 76, 4, 60, 10), (1, 52, 116, 9, 45, 6)]
-WORD = "zebra"  # of the prompts; no template has it
 CARD = find_card("H200")
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 
+from vaemem.pipelines.programs import Recorded
 from vaemem.prediction.recordings import SUFFIX
 from vaemem.pytorch.pipeline_files import record_row
 
@@ -27,7 +29,9 @@ def main() -> None:
         row = json.loads((folder / f"{name}.json").read_text("utf-8"))
         contents = record_row(row, progress=True)
         (folder / f"{name}{SUFFIX}").write_text(json.dumps(contents, indent=1, default=list) + "\n", "utf-8")
-        print(f"{name}: {contents['text'].count(chr(10))} lines, {', '.join(contents['roles'])}")
+        sizes = {role: Recorded(role, data).weights for role, data in contents["modules"].items()}
+        shown = (f"{role} {sum(math.prod(w.shape) for w in of) / 1e9:.3f}e9" for role, of in sizes.items())
+        print(f"{name}: {contents['text'].count(chr(10))} lines; parameters and buffers: {', '.join(shown)}")
     facts = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         data = json.loads(path.read_text("utf-8"))

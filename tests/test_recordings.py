@@ -139,6 +139,74 @@ def test_an_unknown_vae_is_a_recorded_module(pipe, tmp_path):
     assert vaemem.plan_pipeline(path, 144, 80, gpu="T4").recommended
 
 
+class ReadingUNet(diffusers.UNet2DConditionModel):
+    """A model that reads a mask which follows from sizes, and asks whether unknown numbers are positive."""
+
+    def forward(self, sample, *args, **kwargs):
+        mask = torch.arange(sample.shape[-1], device=sample.device) > 2
+        kept = sample[..., mask] if (sample > 0).all() else sample
+        sample = sample + torch.ones(int(mask.sum()), device=sample.device, dtype=sample.dtype).sum() + kept.mean()
+        return super().forward(sample, *args, **kwargs)
+
+
+class RetainingUNet(diffusers.UNet2DConditionModel):
+    """A model that keeps 4 MiB after a call."""
+
+    def forward(self, sample, *args, **kwargs):
+        self.cache = torch.zeros(1 << 20, device=sample.device)
+        return super().forward(sample, *args, **kwargs)
+
+
+def with_unet(pipe, kind):
+    other = copy.deepcopy(pipe)
+    other.unet = kind(**{name: value for name, value in pipe.unet.config.items() if not name.startswith("_")}).eval()
+    return other
+
+
+HOW = {"height": 144, "width": 80, "gpu": "RTX 4090"}
+
+
+def test_a_model_may_read_contents_that_follow_from_sizes(pipe, tmp_path):
+    other, path = with_unet(pipe, ReadingUNet), str(tmp_path / "other.vaemem")
+    record_pipeline(other, path, prompt="a")
+    found = predict_pipeline(path, steps=5, **HOW)
+    own = predict_any(other, "a", num_inference_steps=5, **HOW)
+    # The recording assumes True, and the whole run 0: the mean of the selected columns differs.
+    for one, another in zip(own.phases[1:], found.phases[1:], strict=True):
+        assert abs(one.allocated - another.allocated) <= 1 << 16
+    assert any("True was assumed" in note for note in found.notes)
+
+
+def test_memory_that_a_component_keeps_is_noted(pipe, tmp_path):
+    path = str(tmp_path / "other.vaemem")
+    record_pipeline(with_unet(pipe, RetainingUNet), path, prompt="a")
+    assert any("the unet keeps" in note for note in predict_pipeline(path, **HOW).notes)
+
+
+def test_a_component_that_is_not_called_has_weights_on_the_card(pipe, tmp_path):
+    other, path = copy.deepcopy(pipe), str(tmp_path / "other.vaemem")
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8
+    )  # fmt: skip
+    other.image_encoder = transformers.CLIPVisionModelWithProjection(vision).eval()
+    other.register_modules(image_encoder=other.image_encoder)
+    record_pipeline(other, path, prompt="a")
+    own, found = predict_any(other, "a", num_inference_steps=5, **HOW), predict_pipeline(path, steps=5, **HOW)
+    assert [p.allocated for p in own.phases[1:]] == [p.allocated for p in found.phases[1:]]
+    without = predict_pipeline(path, steps=5, offload="model", **HOW)
+    assert max(p.weights for p in without.phases) < found.phases[0].weights
+
+
+def test_a_vae_that_nobody_knows_and_the_pipeline_converts_is_refused(pipe, path, tmp_path):
+    file = tmp_path / "other.vaemem"
+    data = {name: value for name, value in read_recording(path).items() if name != "digest"}
+    module = {**data["modules"]["unet"]}
+    text = data["text"].replace("call vae", "convert vae float32\ncall vae", 1)
+    file.write_text(json.dumps({**data, "vaes": {}, "modules": {**data["modules"], "vae": module}, "text": text}))
+    with refused("text"):
+        predict_pipeline(str(file), 64, 64, gpu="T4")
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(OSError, match=r"nowhere\.vaemem"):
         predict_pipeline("nowhere.vaemem", 64, 64)
@@ -159,6 +227,10 @@ def changed(data, *place, value):
     ("place", "value"),
     [
         (("format",), 3),
+        (("vaes",), {}),
+        (("row", "longest"), -1),
+        (("row", "frame_factor"), 0),
+        (("row", "loras"), 1),
         (("text",), "case\ntake 3 z | x"),
         (("text",), "case\nrepeat 99999999999999 n\ntake 1 | x\ndone"),
         (("text",), "case\nfree 0 99999999999 | x"),

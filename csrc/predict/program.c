@@ -153,8 +153,8 @@ static vm_dtype look_up(const player *y, int list, uint32_t number, const questi
     return (*q)->dtype < 0 ? y->asked->dtype : (vm_dtype)(*q)->dtype;
 }
 
-/* n: batch, channels of input and output, groups; then depth, height and width of the input, the filter, stride,
- * padding, dilation, and of what is added to a transposed one's output. */
+/* n: batch, channels of input and output, groups; then depth, height and width of each of these: input, filter, stride,
+ * padding, dilation, output padding. */
 static vm_conv to_general(vm_dtype dtype, const int64_t *n, const question *q) {
     vm_conv conv = {.dtype = dtype,
                     .transposed = q->flag[TRANSPOSED],

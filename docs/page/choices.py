@@ -7,7 +7,7 @@ from vaemem._common import DTYPES, TILED_OPS, shipped
 from vaemem.engine.configs import SAMPLE_SIZES
 from vaemem.out_of_memory.sizes import COMMON, MADE_SIZES
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, WEIGHT_TYPES
+from vaemem.pipelines.pipeline_parts import WEIGHT_TYPES, is_from_a_file
 from vaemem.pipelines.pipeline_request import OFFLOADS, SMALL_TILE, TORCH_WAYS
 from vaemem.pipelines.storage import RULES
 from vaemem.prediction.gpus import coarse_names, find_gpu, gpu_names
@@ -75,7 +75,7 @@ def _offer_pipeline(name):
     LABELS["offload"][encoders] = "text encoders on the CPU"
     libraries = [one for one in WEIGHT_TYPES if one not in RULES["diffusers-gguf"].types]
     types = {role: DTYPES if role == "vae" else libraries for role in known.parts}
-    if known.parts[known.denoiser] not in NOT_FROM_A_FILE:
+    if is_from_a_file(known.parts[known.denoiser]):
         types[known.denoiser] = [*libraries, *RULES["diffusers-gguf"].types]
     return {
         "dtype": dtypes, "offload": [*OFFLOADS, encoders], "vae": [*TORCH_WAYS, f"tiled {SMALL_TILE}"], "torch": [],

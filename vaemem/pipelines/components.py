@@ -65,11 +65,9 @@ class Pipeline(NamedTuple):
     text: the pipeline that has the same text in vaemem/data/pipelines, if another has
     unit: divisor of the image's sides, if that does not follow from the denoiser
     frame_factor: frames of a video per frame of its latents, after the first one
-    sound: latents of its sound for some frames
     recording: the path of its recording, if it has one
     has_words: whether it is known with prompts of any length
     loras: whether it has load_lora_weights
-    packs: whether its denoiser can be loaded from a GGUF file
     converts: whether it converts its VAE to float32, whatever the VAE's config says
     notes: of its recording
     """
@@ -102,11 +100,9 @@ class Pipeline(NamedTuple):
     text: str = ""
     unit: int = 0
     frame_factor: int = 4
-    sound: tuple[int, int] = (0, 1)
     recording: str = ""
     has_words: bool = True
     loras: bool = True
-    packs: bool = True
     converts: bool = False
     notes: tuple[str, ...] = ()
 
@@ -161,19 +157,13 @@ def scale_edited(height: int, width: int) -> tuple[int, int]:
     return round(wide * height / width / 32) * 32, round(wide / 32) * 32
 
 
-def count_sound(frames: int, sound: tuple[int, int]) -> int:
-    """Count the latents of a video's sound. sound: as many latents for some frames"""
-    latents, for_frames = sound
-    return round(frames * latents / for_frames)
-
-
 def count_seen(height: int, width: int) -> int:
     """Count the tokens of an image for Qwen2.5-VL, which takes 28x28 pixels as one."""
     return round(height / 28) * round(width / 28)
 
 
 _COPIED = "dtype vae_dtype tokens steps frames frame_factor factor unit".split()
-_COPIED += "most_batch has_words guides unguided packs converts loras longest".split()
+_COPIED += "most_batch has_words guides unguided converts loras longest".split()
 
 
 class _Pipelines(dict[str, Pipeline]):
@@ -188,10 +178,10 @@ class _Pipelines(dict[str, Pipeline]):
 def _read_row(path: str, data: Mapping[str, Any]) -> Pipeline:
     """Make a pipeline from the facts in a recording."""
     row, parts = data["row"], {role: component_of(path, role) for role in data["roles"]}
-    facts, sound = {fact: row[fact] for fact in _COPIED}, (row["sound"][0], row["sound"][1])
+    facts = {fact: row[fact] for fact in _COPIED}
     return Pipeline(
         data["about"], parts, most_tokens=MOST_SEQUENCE if row["has_words"] else row["tokens"], begins=False,
-        since=LAST_DIFFUSERS, sound=sound, inputs=1 + row["encodes"], aside={role: "" for role in row["aside"]},
+        since=LAST_DIFFUSERS, inputs=1 + row["encodes"], aside={role: "" for role in row["aside"]},
         recording=path, notes=tuple(data["notes"]), **facts,
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import re
-import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -49,13 +48,14 @@ from vaemem.prediction.passing import (
     tie,
 )
 from vaemem.prediction.planned import OF_WEIGHTS
+from vaemem.prediction.recordings import find_component, is_recorded_component
 from vaemem.prediction.runtimes import architecture
 
 WEIGHT_TYPES = (*DTYPES, "fp8", *SCHEMES, *RULES["diffusers-gguf"].types)
 SPELT_TYPES = SPELT_DTYPES | {letters(spelt): name for spelt, name in SPELT.items()}
 KEPT_TRACES = 4  # of each component
 ROLES = tuple(distinct(role for one in PIPELINES.values() for role in (*one.parts, *one.optional)))
-NOT_FROM_A_FILE = ("pixart-sigma-transformer",)  # its class has no from_single_file
+_NOT_FROM_A_FILE = ("pixart-sigma-transformer",)  # its class has no from_single_file
 UNPACKED = {  # text encoders that transformers loads from GGUF files, and unpacks, with their classes
     "t5-": "T5EncoderModel", "umt5-": "UMT5EncoderModel", "qwen3-4b-flux2": "Qwen3ForCausalLM",
     "qwen3-8b-flux2": "Qwen3ForCausalLM", "qwen3-": "Qwen3Model",
@@ -231,8 +231,8 @@ class Part:
 
     def stream_of(self, offload: GroupOffload) -> int:
         """Return the stream on which its groups come: each component has one of its own."""
-        number = ROLES.index(self.role) if self.role in ROLES else len(ROLES) + zlib.crc32(self.role.encode()) % 16
-        return 1 + number if offload.use_stream else 0
+        roles = find_component(self.component)[0]["roles"] if is_recorded_component(self.component) else ROLES
+        return 1 + roles.index(self.role) if offload.use_stream else 0
 
     def _order(self, offload: str | GroupOffload, gpu: Gpu, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the numbers of the groups in the order of their modules' calls, if a later call prefetches them."""
@@ -353,6 +353,13 @@ def _typed(
     return Part(role, component, dtype, held, upcast, place, source, note=note)
 
 
+def is_from_a_file(component: str) -> bool:
+    """Tell whether diffusers can load a denoiser from a single file, as a GGUF file is."""
+    if is_recorded_component(component):
+        return bool(find_component(component)[0]["row"]["packs"])
+    return component not in _NOT_FROM_A_FILE
+
+
 def _check_gguf(what: str, role: str, component: str, type: str, got: str) -> None:
     """Refuse a type of GGUF's that diffusers or transformers cannot load this component from."""
     if type not in (*GGML, *MIXTURES):
@@ -360,7 +367,7 @@ def _check_gguf(what: str, role: str, component: str, type: str, got: str) -> No
     if role.startswith("text_encoder"):
         if not component.rpartition("/")[2].startswith(tuple(UNPACKED)):
             raise ArgumentError(what, "another type", got, "transformers cannot load this encoder from a GGUF file")
-    elif component in NOT_FROM_A_FILE:
+    elif not is_from_a_file(component):
         raise ArgumentError(what, "another type", got, "diffusers cannot load this transformer from a GGUF file")
     elif type in MIXTURES and component in UNMIXED:
         why = "the tool with a known mixture does not make its files"

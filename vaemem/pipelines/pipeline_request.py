@@ -18,13 +18,12 @@ from vaemem.pipelines.components import (
     VAE_STRIDE,
     Pipeline,
     count_seen,
-    count_sound,
     is_vae,
     scale_edited,
 )
 from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
 from vaemem.pipelines.lora import LORAS_SINCE, Lora, read_loras
-from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, Part, has_blocks, parts_of
+from vaemem.pipelines.pipeline_parts import Part, has_blocks, is_from_a_file, parts_of
 from vaemem.pipelines.quantising import (
     SCHEMES,
     UNSENT,
@@ -107,7 +106,7 @@ class PipelineRequest(Request):
         return variables_of(
             self.pipeline, self.height, self.width, n=self.batch, f=self.latent_frames, t=self.tokens, s=self.steps,
             e=ELEMENT_BYTES[self.dtype], v=ELEMENT_BYTES[vae.dtype], g=int(self.guided), u=int(vae.upcast),
-            c=int("safety_checker" in roles), i=int(self.image), a=count_sound(self.frames, self.pipeline.sound),
+            c=int("safety_checker" in roles), i=int(self.image),
         )  # fmt: skip
 
     @property
@@ -262,7 +261,7 @@ def variables_of(pipeline: Pipeline, height: int, width: int, **more: int) -> di
     (h, w), (y, x) = ((a // pipeline.factor, b // pipeline.factor) for a, b in ((height, width), sides))
     padded = -(-more["t"] // MOST_SEQUENCE) * MOST_SEQUENCE
     patches = {"p": h // 2 * (w // 2), "q": y // 2 * (x // 2), "k": count_seen(*sides)}
-    return {"h": h, "w": w, "y": y, "x": x, "m": padded, "a": 0, **patches, **more}
+    return {"h": h, "w": w, "y": y, "x": x, "m": padded, **patches, **more}
 
 
 def is_tile(side: str, unit: int) -> bool:
@@ -275,8 +274,7 @@ def smaller_roles(pipeline: Pipeline, kind: str) -> list[str]:
     """List the components with which a smaller type of weights is worthwhile: the denoiser, and text encoders other
     than CLIP. GGUF's types are for the denoiser, if its class can load such a file."""
     if letters(kind) in map(letters, (*GGML, *MIXTURES)):
-        is_loaded = pipeline.packs and pipeline.parts[pipeline.denoiser] not in NOT_FROM_A_FILE
-        return [pipeline.denoiser] * is_loaded
+        return [pipeline.denoiser] * is_from_a_file(pipeline.parts[pipeline.denoiser])
     return [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
 
 
@@ -330,7 +328,8 @@ def _find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
         stride = pipeline.frame_factor
         most = stride * (MOST_LATENT_FRAMES - 1) + 1
         frames = pipeline.frames if given.frames is None else whole("frames", given.frames, most=most)
-        return (frames - (pipeline.recording != "")) // stride * stride + 1  # Wan rounds up, others down
+        frames -= 1 if pipeline.recording else 0  # Wan's own code rounds 80 frames up to 81, others' down to 77
+        return frames // stride * stride + 1
     if given.frames is not None:
         raise ArgumentError("frames", f"None with {given.pipeline}, which makes images", repr(given.frames))
     return 1

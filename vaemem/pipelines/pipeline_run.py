@@ -213,8 +213,8 @@ class PipelineRun:
 
     def convert(self, role: str, dtype: str) -> None:
         """Convert the VAE's weights. With model offload they are converted on the CPU, before its call loads them."""
-        if role != "vae":
-            raise ArgumentError("text", "conversions of the vae only", role)
+        if role != "vae" or not is_vae(self.parts[role].component):
+            raise ArgumentError("text", "conversions of a VAE with a config only", f"one of the {role}")
         request, part = self.request, self.parts[role]
         dtype = dtype if dtype == "float32" else part.dtype
         self._converted[role] = dtype

@@ -15,7 +15,7 @@ from vaemem.engine.configs import config_of
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline, is_vae
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.lora import Lora
-from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, PLACES, SPELT_TYPES, SPOKEN, UNPACKED, WEIGHT_TYPES
+from vaemem.pipelines.pipeline_parts import PLACES, SPELT_TYPES, SPOKEN, UNPACKED, WEIGHT_TYPES, is_from_a_file
 from vaemem.pipelines.programs import load_program
 from vaemem.pipelines.quantising import BITSANDBYTES, QUANTO, SCHEMES, SIXTEEN_BITS
 from vaemem.pipelines.storage import GGML, MIXTURES
@@ -266,7 +266,7 @@ class _Loading:
             told: dict[str, Any] = {"gguf_file": file, self.keyword: _as_type(self.dtype)}
             self.apart(role, f"{encoder}.from_pretrained", ".", library="transformers", **told)
             return
-        if role.startswith("text_encoder") or component in NOT_FROM_A_FILE:
+        if role.startswith("text_encoder") or not is_from_a_file(component):
             weights = Call(Identifier("load_file", "safetensors.torch"), (file,))
             self.after.append(call(f"pipe.{role}.load_state_dict", weights))
             return

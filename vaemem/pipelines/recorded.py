@@ -104,7 +104,7 @@ class RecordedRequest(Request):
 
     script: what the pipeline does with the memory
     title: the pipeline and its call
-    notes: what the recording supposed, and what it does not count
+    notes: the recording's guesses, and memory that it does not count
     """
 
     script: _core.Script

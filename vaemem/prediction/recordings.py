@@ -33,7 +33,6 @@ _ROW: Mapping[str, Callable[[Any], bool]] = {
     "factor": lambda value: _COUNT(value) and value > 0, "unit": lambda value: _COUNT(value) and value > 0,
     "frame_factor": lambda value: _COUNT(value) and value > 0,
     **dict.fromkeys("has_words guides unguided encodes packs converts loras".split(), lambda v: isinstance(v, bool)),
-    "sound": lambda value: isinstance(value, list) and len(value) == 2 and all(map(_COUNT, value)) and value[1] > 0,
     "aside": lambda value: isinstance(value, list) and all(isinstance(role, str) for role in value),
 }  # fmt: skip
 
@@ -117,7 +116,9 @@ def _check(data: Any) -> None:
     _want("roles", roles, isinstance(roles, list) and all(isinstance(role, str) for role in roles))
     known = {*data["modules"], *data["vaes"]}
     _want("roles", roles, sorted(roles) == sorted(known) and bool(data["modules"]) and all(map(_ROLE.fullmatch, roles)))
-    _want("vaes", [*data["vaes"]], {*data["vaes"]} <= {"vae"})
+    _want("vaes", [*data["vaes"]], {*data["vaes"]} <= {"vae"} <= {*roles})
+    others = [role for role in data["modules"] if role != "vae" and not role.startswith("text_encoder")]
+    _want("modules", [*data["modules"]], bool(others))
     for role, config in data["vaes"].items():
         _want(f"vaes: {role}", config, isinstance(config, dict))
     for role, module in data["modules"].items():

@@ -3,6 +3,7 @@ and positions. Contents are known if they follow from those of real tensors."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,17 +15,21 @@ from vaemem.pytorch.recorder import Recorder, aten, leaves_of, map_leaves
 from vaemem.pytorch.recording import Eager
 
 MOST_KNOWN = 1 << 17  # elements of a tensor whose contents are followed
-READ = (aten._local_scalar_dense, aten.item)
+_READ = (aten._local_scalar_dense, aten.item)
 CPU = torch.device("cpu")
 _NUMBERS: dict[Any, Any] = {torch.Tensor.__int__: int, torch.Tensor.__index__: int, torch.Tensor.__float__: float}
 _UNSET = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
 
 
 class ContentsRecorder(Recorder):
-    """Follows storages, and the contents of small tensors."""
+    """Follows storages, and the contents of small tensors.
+
+    guesses: {module: how often it read a number that nobody knows}
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.guesses = Counter[str]()
         self._stale = dict[int, Any]()  # storages of contents that are unknown by now, by address
 
     def contents(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -32,19 +37,17 @@ class ContentsRecorder(Recorder):
         real = x.__dict__.get("contents") if isinstance(x, FakeTensor) or x.is_meta else x
         return None if real is None or real.untyped_storage()._cdata in self._stale else real
 
-    def guess(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the contents, or zeros."""
-        if (real := self.contents(x)) is not None:
-            return real
-        with unset_fake_temporarily():
-            return torch.zeros(x.shape, dtype=x.dtype)
+    def numbers(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the contents for Python's own use. ValueError if they are unknown."""
+        real = self.contents(x)
+        return super().by_contents(torch.Tensor.tolist, (x,), {}) if real is None else real
 
     def read(self, x: torch.Tensor) -> Any:
-        """Return the number in a tensor. An unknown truth is taken for one, and noted. ValueError for other unknown
-        numbers."""
+        """Return the number in a tensor. Assume True for an unknown boolean, and note it: masks are mostly true.
+        ValueError for another unknown number."""
         if (real := self.contents(x)) is None:
             if x.dtype is torch.bool:
-                self._count_unmodelled(f"{self.name()} if a tensor's contents are false")
+                self.guesses[self.name()] += 1
                 return True
             return super().by_contents(aten._local_scalar_dense.default, (x,), {})
         with unset_fake_temporarily():
@@ -81,7 +84,7 @@ class ContentsRecorder(Recorder):
         if to == "cpu" and not any(isinstance(x, FakeTensor) for x in leaves_of((args, kwargs))):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        return self.read(args[0]) if func.overloadpacket in READ else self.run(func, types, args, kwargs)
+        return self.read(args[0]) if func.overloadpacket in _READ else self.run(func, types, args, kwargs)
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, and follow the contents."""
@@ -141,7 +144,7 @@ class PythonCalls(Eager):
         if func in _NUMBERS:
             return _NUMBERS[func](self._contents.read(args[0]))
         if func in (torch.Tensor.numpy, torch.Tensor.tolist):
-            return func(self._contents.guess(args[0]), *args[1:], **kwargs)
+            return func(self._contents.numbers(args[0]), *args[1:], **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
 

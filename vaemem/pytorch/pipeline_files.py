@@ -21,7 +21,7 @@ from vaemem._errors import ArgumentError
 from vaemem._types import Dtype
 from vaemem.engine.arguments import Progress, polling
 from vaemem.engine.configs import read_config
-from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE, count_sound
+from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
 from vaemem.pipelines.programs import Recorded
 from vaemem.pipelines.text import PipelineText
 from vaemem.prediction.gpus import Gpu
@@ -58,7 +58,7 @@ _CHECKS = [(4, 28, 36, 3, 61, 10), (1, 52, 24, 7, 29, 6)]
 _UNGUIDED = [*_POINTS[3:9], *_POINTS[-6:]]  # the points without guidance
 _MOST_CALLS = 11  # of a component's method that are recorded; the others have the same code
 _UNIT = 4  # divisor of the points' sides
-_OF_MODULES = "n h w f p a t g o".split()  # variables of a module; o: in which way it is called
+_OF_MODULES = "n h w f p t g o".split()  # variables of a module; o: the number of its call's label
 _HALVED = [f"{side}{level}" for level in "123" for side in "hw"]
 _PADDED = {  # sides and frames in a VAE, which convolutions pad by two
     **{f"{side}p{level}": f"{2**level} {side} + 2" for level in range(5) for side in "hw"},
@@ -77,7 +77,6 @@ class _Calls(NamedTuple):
     words: of the prompt; 0: as many as a point has; None: those of `given`
     pads: whether the tokenizer pads prompts to that length; then there is padding
     unit: divisor of the latents' sides; frames: of a video for a frame of the latents
-    sound: latents of the sound for some frames: (latents, frames); (0, 1) without sound
     most: images or videos in a call; 0: any number
     factor: pixels for each side of a latent's pixel
     """
@@ -89,7 +88,6 @@ class _Calls(NamedTuple):
     pads: bool = False
     unit: int = _UNIT
     frames: int = 4
-    sound: tuple[int, int] = (0, 1)
     most: int = 0
 
     def points(self, of: Sequence[Sequence[int]], unguided: Sequence[Sequence[int]]) -> list[dict[str, int]]:
@@ -103,8 +101,7 @@ class _Calls(NamedTuple):
         n = min(n, self.most) if self.most else n
         h, w, t = h // _UNIT * self.unit, w // _UNIT * self.unit, t if self.words == 0 else self.words or 0
         p, m = h // 2 * (w // 2), -(-t // MOST_SEQUENCE) * MOST_SEQUENCE
-        a = count_sound(self.frames * (f - 1) + 1, self.sound)
-        found = {"n": n, "h": h, "w": w, "f": f, "p": p, "a": a, "t": t, "s": s, "g": g, "y": h, "x": w, "q": p, "m": m}
+        found = {"n": n, "h": h, "w": w, "f": f, "p": p, "t": t, "s": s, "g": g, "y": h, "x": w, "q": p, "m": m}
         return found | dict.fromkeys("k u c i e v".split(), 0)
 
     def ask(self, pipe: Any, at: Values) -> dict[str, Any]:
@@ -156,8 +153,8 @@ def _on_meta(pipe: Any) -> Any:
 def _record_module(
     module: torch.nn.Module, called: ComponentCall, recorder: ContentsRecorder | None = None
 ) -> tuple[Any, list[str]]:
-    """Record a component's call; of its outputs only those live on that the pipeline keeps. Return the trace, and
-    operators without counted memory."""
+    """Record a component's call. Only the outputs that the pipeline keeps live on. Return the trace, and notes about
+    uncounted memory and guesses."""
     recorder = recorder or ScriptRecorder(type(module).__name__)
 
     def run(m: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +162,10 @@ def _record_module(
         return _kept(recorder, call(*args, **kwargs), called.kept)
 
     recording = record_by(recorder, module, called.args, dict(called.kwargs), run, python=PythonCalls)
-    return recording.trace, [what for what in recording.unmodelled if what not in NEGLIGIBLE]
+    missing = (what for what in recording.unmodelled if what not in NEGLIGIBLE)
+    notes = [f"not counted: {what} in the {called.role}" for what in missing]
+    asked = "asked whether unknown contents are true; True was assumed"
+    return recording.trace, [*notes, *(f"{name} {asked}" for name in recorder.guesses)]
 
 
 def _kept(recorder: ContentsRecorder, output: Any, kept: Sequence[int]) -> list[torch.Tensor]:
@@ -187,7 +187,7 @@ def _derived(at: Values) -> dict[str, int]:
 _AREAS = ["", "h w", "h1 w1", "h2 w2", "h3 w3", "p", *"hw", *_HALVED]
 _TOKENS = ["p", "h w", "f p", "f h w"]  # of an image or a video
 _MONOMIALS = [
-    *products(["", "n"], ["", "f"], _AREAS), "a", "n a",
+    *products(["", "n"], ["", "f"], _AREAS),
     *products(["", "n"], ["t", "t t", *(f"{one} t" for one in _TOKENS), *(f"{one} {one}" for one in _TOKENS)]),
 ]  # fmt: skip
 _OF_VAES = products(["", "n"], ["", "f", "fp0", "fp1", "fp2"], [f"hp{level} wp{level}" for level in range(5)])
@@ -197,17 +197,17 @@ _OF_VAES += products(["", "n"], ["fp0", "fp1", "fp2"], ["h w"])
 def _write_module(
     module: torch.nn.Module, dtype: str, calls: Sequence[tuple[Values, ComponentCall]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write a component's program from its calls at several points. Return also what it does not count."""
-    known, missing = dict[tuple[Any, ...], Any](), dict[str, None]()
+    """Write a component's program from its calls at several points. Return also the recordings' notes."""
+    known, notes = dict[tuple[Any, ...], Any](), dict[str, None]()
     for called in {called.label: called for _, called in calls}.values():
         _record_module(module, called)  # it may keep tables: from the second call on they are there
     recorded = list[tuple[dict[str, int], Any]]()
     for at, called in calls:
         key = called.label, *shapes_of_all(called)
         if key not in known:
-            trace, unmodelled = _record_module(module, called)
+            trace, said = _record_module(module, called)
             known[key] = trace.calls[0]
-            missing |= dict.fromkeys(f"not counted: {what} in {called.role}" for what in unmodelled)
+            notes |= dict.fromkeys(said)
         recorded.append((_derived(at), known[key]))
     groups = grouped(recorded, lambda one: structure_of(one[1]))
     texts = dict[str, Any]()
@@ -226,7 +226,7 @@ def _write_module(
         "about": type(module).__name__, "source": versions_of(), "variables": _OF_MODULES, "derived": derived,
         "weights": weights_text(module, getattr(torch, dtype)), "calls": texts,
     }  # fmt: skip
-    return program, [*missing]
+    return program, [*notes]
 
 
 def _write_weights(module: torch.nn.Module, dtype: str) -> dict[str, Any]:
@@ -276,15 +276,15 @@ def _encodes_frames(called: ComponentCall) -> bool:
 class _Recorded(NamedTuple):
     """What a pipeline did at points, and what its components are.
 
-    vaes: those that the C walk knows
-    ways: labels of a role's calls
+    vaes: VAEs that the C walk plays
+    labels: of a role's calls
     batched: roles whose first tensor has the images, or the prompts, of a call as its first dimension
     """
 
     fitted: Sequence[tuple[dict[str, int], RecordedCall]]
     checked: Sequence[tuple[dict[str, int], RecordedCall]]
     vaes: Mapping[str, Any]
-    ways: Mapping[str, Sequence[str]]
+    labels: Mapping[str, Sequence[str]]
     batched: Collection[str]
 
     def variables(self, role: str, label: str, shapes: Any, at: Values) -> dict[str, int]:
@@ -294,7 +294,7 @@ class _Recorded(NamedTuple):
             ((_, (n, _, *frames, h, w)), *_) = shapes
             return {"n": n, "f": frames[0] if frames else 1, "h": h, "w": w}
         n = shapes[0][1][0] if role in self.batched else at["n"]
-        return {**{name: at[name] for name in "hwfpatg"}, "n": n, "o": self.ways[role].index(label)}
+        return {**{name: at[name] for name in "hwfptg"}, "n": n, "o": self.labels[role].index(label)}
 
     def calls_of(self, role: str, of: Sequence[tuple[Values, RecordedCall]]) -> list[tuple[Values, ComponentCall]]:
         """Return the different calls of a component at each point, with its variables. ValueError if equal ones have
@@ -395,7 +395,7 @@ def record_row(row: Mapping[str, Any], progress: Progress = None) -> dict[str, A
         {**row["call"], **image}, factor, row.get("unguided"), 0 if row.get("words", True) else row["tokens"],
         row["tokens"] != CLIP_TOKENS,
         row.get("unit", 2 * factor) // factor, row.get("frame_factor", 4),
-        (*row.get("sound", (0, 1)),), row.get("most_batch", 0),
+        row.get("most_batch", 0),
     )  # fmt: skip
     return _record_file(pipe, calls, row, progress)
 
@@ -412,12 +412,16 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     # The C walk encodes images only.
     of_vae = [called for call in found for called in call.calls if called.role == "vae"]
     is_walked = "vae" in modules and _is_walked(modules["vae"]) and not any(map(_encodes_frames, of_vae))
+    if not of_vae:
+        raise ArgumentError("pipe", "a VAE, whose role is vae", ", ".join(modules))
     vaes = {"vae": modules["vae"]} if is_walked else {}
-    labels = grouped((called for call in found for called in call.calls), lambda called: called.role)
-    ways = {role: [*dict.fromkeys(called.label for called in of)] for role, of in labels.items()}
-    all_of = _Recorded(done[: len(points)], done[len(points) :], vaes, ways, _find_batched(done))
+    of_roles = grouped((called for call in found for called in call.calls), lambda called: called.role)
+    labels = {role: [*dict.fromkeys(called.label for called in of)] for role, of in of_roles.items()}
+    all_of = _Recorded(done[: len(points)], done[len(points) :], vaes, labels, _find_batched(done))
     head = f"# {type(pipe).__name__}; {versions_of()}"
     text = "\n".join([head, *write_text([(at, call.events) for at, call in all_of.fitted], all_of.variables)])
+    if "\nconvert " in text and not vaes:
+        raise ArgumentError("pipe", "a VAE whose code is known", "one that the pipeline converts between its calls")
     for at, call in all_of.checked:
         check_text(PipelineText(text), at, call.events, all_of.variables)
     types = {role: str(next(module.parameters()).dtype).removeprefix("torch.") for role, module in modules.items()}
@@ -425,8 +429,8 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     made, notes = dict[str, Any](), [*dict.fromkeys(note for _, call in all_of.fitted for note in call.notes)]
     for role in used:
         if role not in vaes:
-            made[role], missing = _write_module(modules[role], types[role], all_of.calls_of(role, all_of.fitted))
-            notes += missing
+            made[role], said = _write_module(modules[role], types[role], all_of.calls_of(role, all_of.fitted))
+            notes += said
             for values, called in all_of.calls_of(role, all_of.checked):
                 _check_module(role, made[role], modules[role], types[role], values, called)
     others = {types[role] for role in made if role != "vae"}
@@ -442,7 +446,7 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     facts = {
         "dtype": usual, "vae_dtype": "" if vae_type == usual else vae_type,
         "tokens": row.get("tokens") or _tokens(all_of.fitted[0][1]), "steps": row["steps"], "most_batch": calls.most,
-        "frames": row.get("frames", 0), "frame_factor": calls.frames, "sound": calls.sound, "factor": calls.factor,
+        "frames": row.get("frames", 0), "frame_factor": calls.frames, "factor": calls.factor,
         "unit": calls.unit * calls.factor, "has_words": calls.words == 0, "guides": calls.unguided is not None,
         "unguided": not row.get("guides", True), "converts": "\nconvert vae float32" in text,
         "encodes": ("vae", "encode") in methods,

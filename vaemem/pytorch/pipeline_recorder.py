@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +18,8 @@ from vaemem._errors import ArgumentError
 from vaemem.pipelines.recorded import ScriptWriter
 from vaemem.prediction.planned import OF_WEIGHTS
 from vaemem.prediction.request import Card
-from vaemem.pytorch.contents import CPU, MOST_KNOWN, READ, ContentsRecorder, PythonCalls
-from vaemem.pytorch.recorder import NEGLIGIBLE, Recording, aten, leaves_of
+from vaemem.pytorch.contents import CPU, MOST_KNOWN, ContentsRecorder, PythonCalls
+from vaemem.pytorch.recorder import NEGLIGIBLE, Recording, aten
 from vaemem.pytorch.recording import imitating_gpu
 
 UNKNOWN_END = "expected a run without record_stream: when the memory is free again depends on the card's speed"
@@ -28,20 +27,17 @@ _SAME_WEIGHT = {aten._to_copy.default, aten.detach.default, aten.alias.default} 
 
 
 class PipelineRecorder(ContentsRecorder):
-    """Writes a script of what a pipeline does to the card's memory.
-
-    guesses: {module: how often it read a number that nobody knows}
-    """
+    """Writes a script of what a pipeline does to the card's memory."""
 
     def __init__(self, card: Card, cudnn: int = 0):
         super().__init__(Recording(), card.gpu, cudnn)
-        self.card, self.script, self.guesses = card, ScriptWriter(), Counter[str]()
+        self.card, self.script = card, ScriptWriter()
         self._trace: Any = self.script
         self._phase, self._begun = "", True  # a phase begins with the first operator that does not move a weight
         self._role = ""  # the component whose weight moves
 
     def notes(self) -> list[str]:
-        """Say what the recording does not count, and what it supposed."""
+        """List operators without counted memory, and unknown numbers that the code read."""
         counts = [(what, count) for what, count in self.recording.unmodelled.items() if what not in NEGLIGIBLE]
         missing = [f"not counted: {what} ({count} times)" for what, count in counts]
         read = "read a number that only a real run has"
@@ -81,26 +77,24 @@ class PipelineRecorder(ContentsRecorder):
                 made.__dict__["contents"] = x.detach().clone()
         return made
 
+    def numbers(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the contents, or zeros."""
+        if (real := self.contents(x)) is not None:
+            return real
+        with unset_fake_temporarily():
+            return torch.zeros(x.shape, dtype=x.dtype)
+
     def read(self, x: torch.Tensor) -> Any:
         """Return the number in a tensor. If it is unknown, note that and return 0: the code may decide by it."""
         if self.contents(x) is None:
             self.guesses[self.name()] += 1
         with unset_fake_temporarily():
-            return self.guess(x).item()
+            return self.numbers(x).item()
 
     # ---- operators ----
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._silent:
-            return func(*args, **kwargs)
-        to = torch.device(kwargs.get("device") or CPU).type
-        if to == "cpu" and not any(isinstance(x, FakeTensor) for x in leaves_of((args, kwargs))):
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
-        if func.overloadpacket in READ:
-            return self.read(args[0])
-        with setting(self, _role=getattr(args[0], "role", "") if func in _SAME_WEIGHT else ""):
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        with setting(self, _role=getattr(args[0], "role", "") if args and func in _SAME_WEIGHT else ""):
             if not self._begun and not self._role and func.namespace == "aten":
                 self.sweep()
                 self.script.begin(self._phase)
@@ -108,13 +102,10 @@ class PipelineRecorder(ContentsRecorder):
             leaves = func is aten._to_copy.default and kwargs.get("device") == CPU and not self._role
             if leaves and (real := self.follow(func, args, kwargs)) is not None:
                 return real
-            return self.run(func, types, args, kwargs)
-
-    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        out = super().run(func, types, args, kwargs)
-        if self._role:
-            out.__dict__["role"] = self._role
-        return out
+            out = super().run(func, types, args, kwargs)
+            if self._role:
+                out.__dict__["role"] = self._role
+            return out
 
 
 class FakeGpu(FakeTensorMode):

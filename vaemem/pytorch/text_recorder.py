@@ -262,7 +262,7 @@ def _once_for_all_layers(module: torch.nn.Module) -> Iterator[None]:
 class ComponentCall(NamedTuple):
     """A call of a component, with arguments on "meta".
 
-    label: the method's name, with a number if it is called in a second or further way
+    label: the method's name, with a number if an earlier call had other switches or other arguments
     shapes: of its tensors, as of `shapes_of`
     kept: which of its outputs' storages the pipeline keeps, by the order of their making
     """
@@ -288,8 +288,8 @@ class TextRecorder(PipelineRecorder):
         self.calls = list[ComponentCall]()  # of a pipeline's call
         self.modules = dict[str, Any]()  # by role
         self._is_inside = False  # whether a component runs
-        self.kept = dict[str, None]()  # roles of components that keep memory after a call
-        self._ways = dict[tuple[str, str], list[Any]]()  # in which a component's method was called
+        self.retaining = dict[str, None]()  # roles of components that keep memory after a call
+        self._forms = dict[tuple[str, str], list[Any]]()  # of a method's calls: their arguments, without sizes
 
     def copy(self, pipe: Any) -> Any:
         """Copy a pipeline, with fake weights on the card."""
@@ -338,7 +338,7 @@ class TextRecorder(PipelineRecorder):
                 del output
                 self.sweep()
                 if sum(self.writer.inside.values()) - before > _MUCH:
-                    self.kept[role] = None
+                    self.retaining[role] = None
             self.recording.unmodelled.clear()
             self.recording.unmodelled.update(unmodelled)
             self.guesses = guesses
@@ -348,25 +348,24 @@ class TextRecorder(PipelineRecorder):
         return result
 
     def _label(self, role: str, method: str, bound: Mapping[str, Any]) -> str:
-        """Return a method's name, with a number if it is called in a second or further way: with other switches, or
-        without some of the arguments."""
+        """Return a method's name. A number follows it if an earlier call had other switches or other arguments."""
         told = (x if x is None or isinstance(x, bool | str) else ... for x in bound.values())
-        way = tuple(bound), *told
-        known = self._ways.setdefault((role, method), [])
-        if way not in known:
-            known.append(way)
-        number = known.index(way)
+        form = tuple(bound), *told
+        known = self._forms.setdefault((role, method), [])
+        if form not in known:
+            known.append(form)
+        number = known.index(form)
         return f"{method}{number + 1}" if number else method
 
-    def guess(self, x: torch.Tensor) -> torch.Tensor:
+    def numbers(self, x: torch.Tensor) -> torch.Tensor:
         """Return the contents; zeros if they are unknown, and ones within a component: masks have ones."""
         if self._is_inside and self.contents(x) is None:
             with unset_fake_temporarily():
                 return torch.ones(x.shape, dtype=x.dtype)
-        return super().guess(x)
+        return super().numbers(x)
 
     def notes(self) -> list[str]:
-        kept = (f"not counted: memory that the {role} keeps after a call" for role in self.kept)
+        kept = (f"not counted: memory that the {role} keeps after a call" for role in self.retaining)
         return [*super().notes(), *kept]
 
     def _told(self, x: Any) -> Any:
@@ -523,7 +522,6 @@ def record_calls(pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card) -
                 setattr(copied, role, copy.deepcopy(getattr(pipe, role)))
             recorder.script = recorder._trace = recorder.writer = EventWriter(recorder.writer)
             recorder.calls = []
-            recorder.kept.clear()
             recorder.guesses.clear()
             recorder.recording.unmodelled.clear()
             with _following(pipe, copied, recorder), _without_cycles():

@@ -23,7 +23,7 @@ _Shapes = Sequence[tuple[str, tuple[int, ...]]]
 VariablesOf = Callable[[str, str, _Shapes, Values], Values]
 _Equation = tuple[str, str, int]  # a variable, a sign, and a number
 _Key = tuple[str, tuple[str, ...]]  # what has to be the same at every size: an event's kind and words
-_PLACES = ["", "h w", "t", "h", "w", "s", "m", "f", "f h w", "p", "y x", "q", "y", "x", "k", "a", "g"]
+_PLACES = ["", "h w", "t", "h", "w", "s", "m", "f", "f h w", "p", "y x", "q", "y", "x", "k", "g"]
 _TELLING = "g i u c e v n s".split()  # variables that the code may decide by, the likeliest first
 _COUNTS = "n f s".split()  # "more than one" tells more of them than "seven"
 _MANY_STEPS = 5  # of these, some do the same
@@ -265,7 +265,7 @@ class _Text:
         return self._groups[numbers]
 
     def _split(self, numbers: frozenset[int]) -> list[tuple[frozenset[int], str]]:
-        """Try all of them, then those that one equation holds for, then each alone."""
+        """Try all cases together; then cases that share an equation; then each case alone."""
         points = [at for number in numbers for at in self.cases[number].points]
         tried = [numbers, *(self._cases_with(numbers, one) for one in _equations(points, points, _TELLING))]
         for chosen in sorted(filter(None, tried), key=len, reverse=True):
