@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vaemem.pytorch.fitting import products
-from vaemem.pytorch.loading import BUILDERS, default_dtype
+from vaemem.pytorch.loading import default_dtype, make_component
 
 Sizes = Mapping[str, int]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -372,127 +372,127 @@ def _checked(checker: Any, image: torch.Tensor) -> torch.Tensor:
 
 MODULES = {
     "safety-checker": Module(
-        "StableDiffusionSafetyChecker; n images", BUILDERS["safety-checker"],
+        "StableDiffusionSafetyChecker; n images", partial(make_component, "safety-checker"),
         lambda sizes, dtype: ((torch.empty(sizes["n"], 3, 224, 224, dtype=dtype),), {}),
         points("n", (2,), (3,), (5,)), points("n", (1,), (4,)), ["", "n"], run=_checked,
     ),
     "sd15-unet": Module(
         "UNet2DConditionModel of stable-diffusion-v1-5; n images, twice with guidance, a latent h x w, t tokens",
-        BUILDERS["sd15-unet"],
+        partial(make_component, "sd15-unet"),
         _sd15_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
     ),
     "sd21-unet": Module(
         "UNet2DConditionModel of stable-diffusion-2-1; n images, twice with guidance, a latent h x w, t tokens",
-        BUILDERS["sd21-unet"],
+        partial(make_component, "sd21-unet"),
         _sd21_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
     ),
     "sdxl-unet": Module(
         "UNet2DConditionModel of stable-diffusion-xl-base-1.0; n images, twice with guidance, a latent h x w, t tokens",
-        BUILDERS["sdxl-unet"],
+        partial(make_component, "sdxl-unet"),
         _sdxl_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
     ),
     "sd15-controlnet": Module(
         "ControlNetModel for stable-diffusion-v1-5; n images, twice with guidance, a latent h x w, t tokens",
-        BUILDERS["sd15-controlnet"],
+        partial(make_component, "sd15-controlnet"),
         _sd15_controlnet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
     ),
     "sdxl-controlnet": Module(
         "ControlNetModel for stable-diffusion-xl-base-1.0; n images, twice with guidance, a latent h x w, t tokens",
-        BUILDERS["sdxl-controlnet"],
+        partial(make_component, "sdxl-controlnet"),
         _sdxl_controlnet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
     ),
     "sd15-controlled-unet": Module(
         "UNet2DConditionModel of stable-diffusion-v1-5 with a ControlNet's residuals; n images, twice with guidance,"
-        " a latent h x w, t tokens", BUILDERS["sd15-controlled-unet"],
+        " a latent h x w, t tokens", partial(make_component, "sd15-controlled-unet"),
         _controlled(_sd15_unet_call, (320,) * 3, (320, 640, 640), (640, 1280, 1280), (1280,) * 4),
         UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
     ),
     "sdxl-controlled-unet": Module(
         "UNet2DConditionModel of stable-diffusion-xl-base-1.0 with a ControlNet's residuals; n images, twice with"
-        " guidance, a latent h x w, t tokens", BUILDERS["sdxl-controlled-unet"],
+        " guidance, a latent h x w, t tokens", partial(make_component, "sdxl-controlled-unet"),
         _controlled(_sdxl_unet_call, (320,) * 3, (320, 640, 640), (640, 1280, 1280, 1280)),
         UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
     ),
     "sdxl-refiner-unet": Module(
         "UNet2DConditionModel of stable-diffusion-xl-refiner-1.0; n images, twice with guidance, a latent h x w,"
-        " t tokens", BUILDERS["sdxl-refiner-unet"],
+        " t tokens", partial(make_component, "sdxl-refiner-unet"),
         partial(_sdxl_unet_call, width=1280, ids=5), UNET_POINTS, UNET_CHECKS,
         products(["", "n"], ["", "t"], levels(3)), halved(3), dtypes=HALF,
     ),
     "flux-transformer": Module(
         "FluxTransformer2DModel of FLUX.1-dev; n images, an even latent h x w, t tokens",
-        BUILDERS["flux-transformer"],
+        partial(make_component, "flux-transformer"),
         partial(_flux_call, guidance=True), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
         PATCHES, (*SINGLE, *EVEN),
     ),
     "flux-schnell-transformer": Module(
         "FluxTransformer2DModel of FLUX.1-schnell; n images, an even latent h x w, t tokens",
-        BUILDERS["flux-schnell-transformer"],
+        partial(make_component, "flux-schnell-transformer"),
         partial(_flux_call, guidance=False), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
         PATCHES, (*SINGLE, *EVEN),
     ),
     "flux-fill-transformer": Module(
         "FluxTransformer2DModel of FLUX.1-Fill-dev; n images, an even latent h x w, t tokens",
-        BUILDERS["flux-fill-transformer"],
+        partial(make_component, "flux-fill-transformer"),
         partial(_flux_call, guidance=True, channels=384), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
         PATCHES, (*SINGLE, *EVEN), dtypes=HALF,
     ),
     "clip-l": Module(
         "CLIPTextModel of clip-vit-large-patch14 as SD 1.5 calls it; n prompts of t tokens",
-        BUILDERS["clip-l"], _tokens, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
+        partial(make_component, "clip-l"), _tokens, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
         run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
     ),
     "openclip-h": Module(
         "CLIPTextModel of OpenCLIP ViT-H as SD 2.1 calls it; n prompts of t tokens",
-        BUILDERS["openclip-h"], _tokens, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
+        partial(make_component, "openclip-h"), _tokens, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
         run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
     ),
     "clip-l-sdxl": Module(
         "The same as SDXL calls it: the outputs of all layers, of which it keeps the last but one",
-        BUILDERS["clip-l"],
+        partial(make_component, "clip-l"),
         _tokens_for_all_layers, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
         run=_last_but_one,
     ),
     "clip-l-flux": Module(
         "The same as FLUX.1 calls it, which keeps one vector a prompt",
-        BUILDERS["clip-l"], _tokens_alone, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
+        partial(make_component, "clip-l"), _tokens_alone, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
         run=lambda module, *args, **kwargs: module(*args, **kwargs).pooler_output,
     ),
     "clip-l-sd3": Module(
         "CLIPTextModelWithProjection of clip-vit-large-patch14 as SD 3 calls it; n prompts of t tokens",
-        BUILDERS["clip-l-sd3"],
+        partial(make_component, "clip-l-sd3"),
         _tokens_for_all_layers, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS, run=_pooled_and_last_but_one,
     ),
     "openclip-g": Module(
         "CLIPTextModelWithProjection of OpenCLIP ViT-bigG as SDXL calls it; n prompts of t tokens",
-        BUILDERS["openclip-g"],
+        partial(make_component, "openclip-g"),
         _tokens_for_all_layers, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS, run=_pooled_and_last_but_one,
     ),
     "t5-xxl": Module(
         "T5EncoderModel of T5 v1.1 XXL as FLUX.1 calls it; n prompts of t tokens",
-        BUILDERS["t5-xxl"],
+        partial(make_component, "t5-xxl"),
         _tokens_alone, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
         dtypes=(torch.bfloat16, torch.float32),
         run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
     ),
     "t5-xxl-sd3": Module(
         "The same as SD 3 calls it; in float16 too, in which some of its weights are float32",
-        BUILDERS["t5-xxl-sd3"], _one_argument, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
+        partial(make_component, "t5-xxl-sd3"), _one_argument, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
         run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
     ),
     "t5-xxl-masked": Module(
         "The same with a mask of the padding, as PixArt-Sigma and Chroma call it",
-        BUILDERS["t5-xxl-masked"], _masked_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
-        dtypes=HALF, run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
+        partial(make_component, "t5-xxl-masked"), _masked_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS,
+        cases=SINGLE, dtypes=HALF, run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
     ),
     "qwen3-4b": Module(
         "Qwen3Model of Z-Image-Turbo's text_encoder; n prompts, padded to t tokens",
-        BUILDERS["qwen3-4b"],
+        partial(make_component, "qwen3-4b"),
         _padded_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_last_but_one,
     ),
     **{
         name: Module(
-            f"{about}; n prompts, padded to t tokens", BUILDERS[name],
+            f"{about}; n prompts, padded to t tokens", partial(make_component, name),
             _padded_tokens_without_cache, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_three_layers,
             dtypes=HALF,
         )
@@ -504,8 +504,8 @@ MODULES = {
     },
     **{
         name: Module(
-            f"Flux2Transformer2DModel of {about}; n images, an even latent h x w, t tokens", BUILDERS[name],
-            partial(_flux2_call, width=width, guidance=about == "FLUX.2-dev"), FLUX_POINTS, FLUX_CHECKS,
+            f"Flux2Transformer2DModel of {about}; n images, an even latent h x w, t tokens",
+            partial(make_component, name), partial(_flux2_call, width=width, guidance=about == "FLUX.2-dev"), FLUX_POINTS, FLUX_CHECKS,
             PATCH_MONOMIALS, PATCHES, (*SINGLE, *EVEN), dtypes=HALF,
         )
         for name, about, width in (
@@ -516,7 +516,7 @@ MODULES = {
     **{
         f"{name}-transformer": Module(
             f"SD3Transformer2DModel of {about}; n images, twice with guidance, an even latent h x w, t tokens, 77 of"
-            " them of CLIP's encoders", BUILDERS[f"{name}-transformer"],
+            " them of CLIP's encoders", partial(make_component, f"{name}-transformer"),
             _sd3_call, FLUX_POINTS, FLUX_CHECKS, [*PATCH_MONOMIALS, "h", "w"], PATCHES, (*SINGLE, *EVEN),
         )
         for name, about in {
@@ -526,35 +526,35 @@ MODULES = {
     },
     "pixart-sigma-transformer": Module(
         "PixArtTransformer2DModel of PixArt-Sigma-XL-2-1024-MS; n images, twice with guidance, an even latent h x w,"
-        " t tokens", BUILDERS["pixart-sigma-transformer"],
+        " t tokens", partial(make_component, "pixart-sigma-transformer"),
         _pixart_call, PIXART_POINTS, PIXART_CHECKS, [*PATCH_MONOMIALS, "h", "w", "h1", "w1"], PATCHES,
         (*SINGLE, *EVEN, PIXART_OWN), dtypes=HALF,
     ),
     "chroma-transformer": Module(
         "ChromaTransformer2DModel of Chroma1-HD; n images, an even latent h x w, t tokens",
-        BUILDERS["chroma-transformer"],
+        partial(make_component, "chroma-transformer"),
         _chroma_call, CHROMA_POINTS, FLUX_CHECKS, CHROMA_MONOMIALS, PATCHES, (*SINGLE, *EVEN), dtypes=HALF,
     ),
     "qwen-image-transformer": Module(
         "QwenImageTransformer2DModel of Qwen-Image; n images, an even latent h x w, t tokens; not the first call, which"
-        " makes tables of positions", BUILDERS["qwen-image-transformer"],
+        " makes tables of positions", partial(make_component, "qwen-image-transformer"),
         _qwen_image_call, FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS, PATCHES, (*SINGLE, *EVEN), dtypes=HALF,
         run=_with_tables, tables=_qwen_image_tables,
     ),
     "qwen2.5-vl-7b": Module(
         "Qwen2_5_VLForConditionalGeneration of Qwen-Image's text_encoder, called without a picture; n prompts of t"
-        " tokens with their template", BUILDERS["qwen2.5-vl-7b"],
+        " tokens with their template", partial(make_component, "qwen2.5-vl-7b"),
         _counted_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, dtypes=HALF,
     ),
     "umt5-xxl": Module(
         "UMT5EncoderModel of UMT5 XXL with a mask of the padding, as Wan 2.1 calls it; n prompts of t tokens",
-        BUILDERS["umt5-xxl"], _two_arguments, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
+        partial(make_component, "umt5-xxl"), _two_arguments, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
         dtypes=(torch.bfloat16,), run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
     ),
     **{
         f"{name}-transformer": Module(
             f"WanTransformer3DModel of {about}; n videos, f latent frames of an even h x w, t tokens",
-            BUILDERS[f"{name}-transformer"], call, WAN_POINTS, WAN_CHECKS,
+            partial(make_component, f"{name}-transformer"), call, WAN_POINTS, WAN_CHECKS,
             [*products(["", "n"], ["", "t", "f h1 w1"]), "f", "h", "w"], PATCHES, (*SINGLE, *EVEN),
             dtypes=(torch.bfloat16,), run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
         )
@@ -565,7 +565,7 @@ MODULES = {
     },
     "zimage-transformer": Module(
         "ZImageTransformer2DModel of Z-Image-Turbo; n images, an even latent h x w, t tokens of each prompt",
-        BUILDERS["zimage-transformer"],
+        partial(make_component, "zimage-transformer"),
         _zimage_call, ZIMAGE_POINTS, ZIMAGE_CHECKS, ZIMAGE_MONOMIALS, PADDED, ZIMAGE_CASES,
         dtypes=HALF,
     ),

@@ -103,7 +103,7 @@ def prepare(pipe: Any, kind: Pipeline, at: Mapping[str, int]) -> None:
 def build(name: str, dtype: str, vae_dtype: str, class_name: str, u: int, c: int) -> Any:
     """Build a pipeline on "meta"."""
     kind = PIPELINES[name]
-    pipe = build_pipeline(name, dtype, vae_dtype, "meta", class_name, kind.optional if c else {})
+    pipe = build_pipeline(name, dtype, vae_dtype, "meta", class_name, optional=bool(c))
     if kind.upcasts:
         pipe.vae.register_to_config(force_upcast=bool(u))
     if c:  # the checker's last steps are on the host

@@ -3,7 +3,8 @@
     python benchmarks/record_rows.py [NAME ...]
 
 A row has a pipeline's class, its components' configs, and the arguments of its call. Its own code runs at several
-sizes, without weights (vaemem/pytorch/pipeline_files.py). The recording lies next to the row.
+sizes, without weights (vaemem/pytorch/pipeline_files.py). The recording lies next to the row. Rows without one name
+modules of vaemem/data/components.json (record_modules.py), and have texts (record_pipelines.py).
 """
 
 from __future__ import annotations
@@ -12,32 +13,47 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
+from vaemem.pipelines.components import Pipeline, pipeline_of
 from vaemem.pipelines.programs import Recorded
-from vaemem.prediction.recordings import SUFFIX
-from vaemem.pytorch.pipeline_files import record_row
+from vaemem.prediction.recordings import PACKAGED, SUFFIX
 
 DATA = Path(__file__).parent.parent / "vaemem" / "data"
-FACTS = "about row notes roles".split()
+FOLDER, FACTS = DATA / "pipelines", DATA / "pipelines.json"
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Return a pipeline's facts that are not the usual ones. path: of its row"""
+    recording, row = path.with_suffix(SUFFIX), json.loads(path.read_text("utf-8"))
+    if recording.exists():
+        kind = pipeline_of(f"{PACKAGED}{recording.name}", json.loads(recording.read_text("utf-8")))
+    else:
+        known, optional = (
+            {role: one for role, one in row.get(key, {}).items() if isinstance(one, str)}
+            for key in ("components", "optional")
+        )
+        told = {fact: row[fact] for fact in Pipeline._fields if fact in row and fact != "optional"}
+        kind = Pipeline(f"{row['class']} of {row['repository']}", known, optional=optional, **told)
+    return {fact: value for fact, value in kind._asdict().items() if value != Pipeline._field_defaults.get(fact, ...)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of rows; without any, only list the facts")
-    folder = DATA / "pipelines"
     for name in parser.parse_args().names:
-        row = json.loads((folder / f"{name}.json").read_text("utf-8"))
+        from vaemem.pytorch.pipeline_files import record_row  # it needs the list of facts
+
+        row = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
         contents = record_row(row, progress=True)
-        (folder / f"{name}{SUFFIX}").write_text(json.dumps(contents, indent=1, default=list) + "\n", "utf-8")
+        (FOLDER / f"{name}{SUFFIX}").write_text(json.dumps(contents, indent=1, default=list) + "\n", "utf-8")
         sizes = {role: Recorded(role, data).weights for role, data in contents["modules"].items()}
         shown = (f"{role} {sum(math.prod(w.shape) for w in of) / 1e9:.3f}e9" for role, of in sizes.items())
         print(f"{name}: {contents['text'].count(chr(10))} lines; parameters and buffers: {', '.join(shown)}")
-    facts = {}
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        data = json.loads(path.read_text("utf-8"))
-        facts[path.stem] = {fact: data[fact] for fact in FACTS}
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(fact)}" for name, fact in facts.items())
-    (DATA / "pipelines.json").write_text(f"{{\n{lines}\n}}\n", "utf-8")
+    rows = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
+    listed = [name for name in json.loads(FACTS.read_text("utf-8")) if name in rows]  # new ones come last
+    lines = (f" {json.dumps(name)}: {json.dumps(facts_of(rows[name]))}" for name in {**dict.fromkeys(listed), **rows})
+    FACTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
 
 if __name__ == "__main__":

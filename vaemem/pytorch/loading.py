@@ -3,187 +3,55 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from vaemem import _core
 from vaemem._common import DTYPES, choose, meant, need, shipped
 from vaemem._errors import Named, NoFileError
 from vaemem._types import Dtype
-from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, known_pipeline
+from vaemem.pipelines.components import PIPELINES, known_pipeline
 from vaemem.pipelines.pipeline_request import OFFLOADS, TORCH_WAYS
 from vaemem.pipelines.recipe import dtype_keyword
-from vaemem.prediction.runtimes import WAN, architecture
+from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch.measuring import find_device, vae_builder
 
 # ---- components ----
 
-# Configurations are those in config.json of the published folders, without the classes' defaults:
-# stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
-# Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B. SD 3.5's were read in copies. The
-# others give the published numbers of parameters (tests/test_programs.py); Qwen-Image's are the class's defaults.
+
+@functools.cache
+def known_components() -> dict[str, list[Any]]:
+    """Return the class and settings of modules by name, with the config's class between them if it has one.
+
+    Settings are those in config.json of the published folders, without the classes' defaults:
+    stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
+    Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B. SD 3.5's were read in copies. The
+    others give the published numbers of parameters (tests/test_programs.py); Qwen-Image's are the class's defaults.
+    """
+    known: dict[str, list[Any]] = json.loads(shipped("components.json"))
+    return known
 
 
-def _make(class_name: str, config_name: str = "", **settings: Any) -> Any:
-    """Make a module of a class from settings, or from a configuration with these settings."""
-    build = resolve_name(class_name)
-    return build(resolve_name(config_name)(**settings)) if config_name else build(**settings)
+def make_component(component: str | Sequence[Any], **more: Any) -> Any:
+    """Make a component in the default dtype on the default device.
 
-
-def _cast(class_name: str, **settings: Any) -> Any:
-    """Make a module of a class; convert its buffers, as from_pretrained does in the end."""
-    return torch.nn.Module.to(_make(class_name, **settings), torch.get_default_dtype())
-
-
-def _kept(class_name: str, config_name: str, **settings: Any) -> Any:
-    """Make T5. transformers keeps the weights `wo` in float32 if it loads the model in float16."""
-    module = _make(class_name, config_name, **settings)
-    for name, part in module.named_modules():
-        if name.endswith(".wo") and part.weight.dtype is torch.float16:
-            part.float()
-    return module
-
-
-def _wan(**settings: Any) -> Any:
-    """Make Wan's transformer. diffusers keeps some of its modules in float32 (_keep_in_fp32_modules)."""
-    module = _make("diffusers:WanTransformer3DModel", **settings)
-    for name, weight in module.named_parameters():
-        if {*module._keep_in_fp32_modules} & {*name.split(".")}:
-            weight.data = weight.data.float()
-    return module
-
-
-def _vae(model: str) -> Any:
-    return vae_builder(architecture(model), f"a VAE of {model}")()
-
-
-_UNET, _FLUX = "diffusers:UNet2DConditionModel", "diffusers:FluxTransformer2DModel"
-_FLUX2, _CONTROLNET = "diffusers:Flux2Transformer2DModel", "diffusers:ControlNetModel"
-_SDXL: dict[str, Any] = {
-    "block_out_channels": (320, 640, 1280), "cross_attention_dim": 2048, "attention_head_dim": (5, 10, 20),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": (1, 2, 10), "use_linear_projection": True, "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
-}  # fmt: skip
-_CLIP: dict[str, Any] = {
-    "config_name": "transformers:CLIPTextConfig", "vocab_size": 49408, "bos_token_id": 0, "eos_token_id": 2,
-    "pad_token_id": 1,
-}  # fmt: skip
-_CLIP_L: dict[str, Any] = _CLIP | {
-    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "projection_dim": 768, "hidden_act": "quick_gelu",
-}  # fmt: skip
-_SD3: dict[str, Any] = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536}
-_QWEN3: dict[str, Any] = {
-    "config_name": "transformers:Qwen3Config", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "max_position_embeddings": 40960, "rope_theta": 1000000, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-}  # fmt: skip
-_QWEN_VL: dict[str, Any] = {
-    "config_name": "transformers:Qwen2_5_VLConfig", "tie_word_embeddings": False,
-    "text_config": dict(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, max_position_embeddings=128000, rms_norm_eps=1e-6,
-        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24])),
-    "vision_config": dict(hidden_size=1280, out_hidden_size=3584),
-}  # fmt: skip
-# Functions that make each component, in the default dtype on the default device.
-BUILDERS: dict[str, Callable[[], Any]] = {
-    "safety-checker": partial(
-        _make, "diffusers.pipelines.stable_diffusion:StableDiffusionSafetyChecker", "transformers:CLIPConfig",
-        projection_dim=768, vision_config=dict(
-            hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14,
-            image_size=224, projection_dim=768)),
-    **dict.fromkeys(
-        ("sd15-unet", "sd15-controlled-unet"),
-        partial(_make, _UNET, sample_size=64, cross_attention_dim=768, attention_head_dim=8)),
-    "sdxl-refiner-unet": partial(
-        _make, _UNET, sample_size=128, block_out_channels=(384, 768, 1536, 1536), cross_attention_dim=1280,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(6, 12, 24, 24), transformer_layers_per_block=4, use_linear_projection=True,
-        addition_embed_type="text_time", addition_time_embed_dim=256, projection_class_embeddings_input_dim=2560),
-    "sd21-unet": partial(
-        _make, _UNET, sample_size=96, cross_attention_dim=1024, attention_head_dim=(5, 10, 20, 20),
-        use_linear_projection=True, upcast_attention=True),
-    **dict.fromkeys(("sdxl-unet", "sdxl-controlled-unet"), partial(_make, _UNET, sample_size=128, **_SDXL)),
-    "sd15-controlnet": partial(_make, _CONTROLNET, cross_attention_dim=768),
-    "sdxl-controlnet": partial(
-        _make, _CONTROLNET, **{name: value for name, value in _SDXL.items() if name != "up_block_types"}),
-    "flux-transformer": partial(_make, _FLUX, guidance_embeds=True),
-    "flux-schnell-transformer": partial(_make, _FLUX, guidance_embeds=False),
-    "flux-fill-transformer": partial(_make, _FLUX, in_channels=384, out_channels=64, guidance_embeds=True),
-    "zimage-transformer": partial(_make, "diffusers:ZImageTransformer2DModel", axes_lens=[1536, 512, 512]),
-    **dict.fromkeys(
-        ("clip-l", "clip-l-sdxl", "clip-l-flux"), partial(_make, "transformers:CLIPTextModel", **_CLIP_L)),
-    "clip-l-sd3": partial(_make, "transformers:CLIPTextModelWithProjection", **_CLIP_L),
-    "openclip-h": partial(
-        _make, "transformers:CLIPTextModel", **_CLIP, hidden_size=1024, intermediate_size=4096, num_hidden_layers=23,
-        num_attention_heads=16, projection_dim=512, hidden_act="gelu"),
-    "openclip-g": partial(
-        _make, "transformers:CLIPTextModelWithProjection", **_CLIP, hidden_size=1280, intermediate_size=5120,
-        num_hidden_layers=32, num_attention_heads=20, projection_dim=1280, hidden_act="gelu"),
-    **dict.fromkeys(("t5-xxl", "t5-xxl-sd3", "t5-xxl-masked"), partial(
-        _kept, "transformers:T5EncoderModel", "transformers:T5Config", vocab_size=32128, d_model=4096, d_kv=64,
-        d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
-        use_cache=False)),
-    "umt5-xxl": partial(
-        _kept, "transformers:UMT5EncoderModel", "transformers:UMT5Config", vocab_size=256384, d_model=4096, d_kv=64,
-        d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
-        use_cache=False),
-    "qwen3-4b": partial(_make, "transformers:Qwen3Model", **_QWEN3),
-    "qwen3-4b-flux2": partial(_make, "transformers:Qwen3ForCausalLM", **_QWEN3),
-    "qwen3-8b-flux2": partial(
-        _make, "transformers:Qwen3ForCausalLM",
-        **_QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}),
-    "mistral3-flux2": partial(
-        _make, "transformers:Mistral3ForConditionalGeneration", "transformers:Mistral3Config",
-        tie_word_embeddings=False, text_config=dict(
-            model_type="mistral", vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_hidden_layers=40,
-            num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=131072,
-            rope_theta=1e9, sliding_window=None),
-        vision_config=dict(
-            model_type="pixtral", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
-            num_attention_heads=16, image_size=1540, patch_size=14, head_dim=64)),
-    **{
-        name: partial(_cast, "diffusers:SD3Transformer2DModel", **settings)
-        for name, settings in {
-            "sd3-transformer": _SD3 | {"pos_embed_max_size": 192},
-            "sd35-medium-transformer": _SD3 | {
-                "pos_embed_max_size": 384, "dual_attention_layers": range(13), "qk_norm": "rms_norm"},
-            "sd35-large-transformer": {
-                "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432,
-                "pos_embed_max_size": 192, "qk_norm": "rms_norm"},
-        }.items()
-    },
-    "pixart-sigma-transformer": partial(
-        _cast, "diffusers:PixArtTransformer2DModel", sample_size=128, out_channels=8, caption_channels=4096,
-        interpolation_scale=2, use_additional_conditions=False),
-    "chroma-transformer": partial(_cast, "diffusers:ChromaTransformer2DModel"),
-    "qwen-image-transformer": partial(_make, "diffusers:QwenImageTransformer2DModel"),
-    "qwen2.5-vl-7b": partial(_make, "transformers:Qwen2_5_VLForConditionalGeneration", **_QWEN_VL),
-    "flux2-transformer": partial(_make, _FLUX2),
-    "flux2-klein-transformer": partial(
-        _make, _FLUX2, num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680,
-        guidance_embeds=False),
-    "flux2-klein-9b-transformer": partial(
-        _make, _FLUX2, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288,
-        guidance_embeds=False),
-    "wan-1.3b-transformer": partial(_wan, num_attention_heads=12, ffn_dim=8960, num_layers=30),
-    "wan-14b-transformer": partial(_wan),
-    "wan2.2-5b-transformer": partial(
-        _wan, num_attention_heads=24, ffn_dim=14336, num_layers=30, in_channels=48, out_channels=48
-    ),
-    **{model: partial(_vae, model) for model in (*_core.models(), WAN)},
-}  # fmt: skip
+    component: a name of `known_components` or a VAE's; or class and settings, with the config's class between them if
+        it has one
+    more: further settings
+    """
+    if isinstance(component, str) and component not in known_components():
+        return vae_builder(architecture(component), f"a VAE of {component}")().eval()
+    told: Sequence[Any] = known_components()[component] if isinstance(component, str) else component
+    build, *config, settings = *map(resolve_name, told[:-1]), {**told[-1], **more}
+    made = build(config[0](**settings)) if config else build(**settings)
+    if isinstance(made, torch.nn.Module):
+        _convert_as_loaded(made.eval(), torch.get_default_dtype())
+    return made
 
 
 @contextlib.contextmanager
@@ -221,48 +89,16 @@ def random_pipeline(name: str, dtype: str) -> Any:
 
 
 def build_pipeline(
-    name: str, dtype: str, vae_dtype: str = "", device: str = "cpu", class_name: str = "", more: Mapping[str, str] = {},
+    name: str, dtype: str, vae_dtype: str = "", device: str = "cpu", class_name: str = "", optional: bool = False,
 ) -> Any:  # fmt: skip
-    """Build a pipeline from configs, with weights that nobody set.
+    """Build a pipeline from its row, with weights that nobody set.
 
     class_name: of a sibling with the same components
-    more: optional components by their roles
+    optional: whether it gets its row's optional components
     """
-    diffusers, kind = need("diffusers", f"random weights of {name}"), PIPELINES[name]
-    if kind.recording:
-        row = json.loads(shipped("pipelines", f"{name}.json"))
-        return build_row({**row, "dtype": dtype, **({"vae_dtype": vae_dtype} if vae_dtype else {})}, device)
-    build = getattr(diffusers, class_name or kind.class_name, None)
-    if build is None:
-        raise ImportError(f"random: expected a diffusers that has {kind.class_name}, got {diffusers.__version__}")
-    parts: dict[str, Any] = {}
-    for role, component in {**kind.parts, **more}.items():
-        usual = (role == "vae" and (vae_dtype or kind.vae_dtype)) or dtype
-        with default_dtype(getattr(torch, usual)), Undrawn(), torch.device(device):
-            parts[role] = BUILDERS[component]().eval()
-        if role in kind.encoders:
-            length = CLIP_TOKENS if component in CLIPS else 512
-            parts[role.replace("text_encoder", "tokenizer")] = _tokenizer(length)
-    shifted = "flux", "flux-kontext", "flux-fill", "qwen-image", "qwen-image-edit"
-    flow = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=name in shifted)
-    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-    parts["scheduler"] = {
-        **dict.fromkeys(("sd15", "sd15-controlnet"), diffusers.PNDMScheduler(**betas, skip_prk_steps=True)),
-        "sd21": diffusers.DDIMScheduler(**betas, clip_sample=False, prediction_type="v_prediction"),
-        "pixart-sigma": diffusers.DPMSolverMultistepScheduler(),
-        **dict.fromkeys(("sdxl", "sdxl-controlnet", "sdxl-refiner"), diffusers.EulerDiscreteScheduler(**betas)),
-        **dict.fromkeys(
-            ("wan-1.3b", "wan-14b", "wan2.2-5b"),
-            diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-        ),
-    }.get(name, flow)
-    without = dict.fromkeys(("safety_checker", "feature_extractor", "text_encoder", "tokenizer", "processor"))
-    without |= {"requires_safety_checker": False, "add_watermarker": False, "is_distilled": not kind.guides}
-    without |= {"requires_aesthetics_score": name == "sdxl-refiner", "expand_timesteps": kind.times}
-    known = inspect.signature(build).parameters
-    if "safety_checker" in more:
-        parts["feature_extractor"] = need("transformers", "a safety checker").CLIPImageProcessor()
-    return build(**{key: value for key, value in without.items() if key in known} | parts)
+    row = json.loads(shipped("pipelines", f"{name}.json"))
+    row |= {"dtype": dtype, "vae_dtype": vae_dtype or row.get("vae_dtype"), "class": class_name or row["class"]}
+    return build_row({**row, "components": row["components"] | (row["optional"] if optional else {})}, device)
 
 
 WORD = "zebra"  # no template has it
@@ -271,8 +107,8 @@ WORD = "zebra"  # no template has it
 def build_row(row: Mapping[str, Any], device: str = "cpu") -> Any:
     """Build a pipeline from its row, a file of data/pipelines, with weights that nobody set.
 
-    "components" has for each role a class and settings, with the config's class between them if it has one. A tokenizer
-    has the name "tokenizer", and settings of `_tokenizer`.
+    "components" has for each role what `make_component` takes. A tokenizer has the name "tokenizer", and settings of
+    `_tokenizer`.
     """
     diffusers = need("diffusers", f"a pipeline {row['class']}")
     build = getattr(diffusers, row["class"], None)
@@ -280,17 +116,14 @@ def build_row(row: Mapping[str, Any], device: str = "cpu") -> Any:
         raise ImportError(f"expected a diffusers that has {row['class']}, got {diffusers.__version__}")
     parts = dict[str, Any](row.get("settings", {}))
     for role, component in row["components"].items():
-        usual = (role == "vae" and row.get("vae_dtype")) or row["dtype"]
-        class_name, *config_name, settings = component or ["", {}]
-        if class_name in ("", "tokenizer"):
-            parts[role] = _tokenizer(**settings) if class_name else None
-            continue
-        if not issubclass(resolve_name(class_name), torch.nn.Module):
-            parts[role] = _make(class_name, *config_name, **settings)
-            continue
-        with default_dtype(getattr(torch, usual)), Undrawn(), torch.device(device):
-            module = parts[role] = _make(class_name, *config_name, **settings).eval()
-        _convert_as_loaded(module, getattr(torch, usual))
+        dtype = (role == "vae" and row.get("vae_dtype")) or row["dtype"]
+        if not component or component[0] == "tokenizer":
+            parts[role] = _tokenizer(**component[1]) if component else None
+        elif isinstance(component, str) or issubclass(resolve_name(component[0]), torch.nn.Module):
+            with default_dtype(getattr(torch, dtype)), Undrawn(), torch.device(device):
+                parts[role] = make_component(component)
+        else:
+            parts[role] = make_component(component)
     return build(**parts)
 
 

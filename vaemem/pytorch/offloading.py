@@ -13,7 +13,7 @@ from vaemem.engine.limits import parse_size
 from vaemem.pipelines.pipeline_parts import PLACES
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pytorch.free_memory import count_bytes, find_free
-from vaemem.pytorch.loading import BUILDERS
+from vaemem.pytorch.loading import known_components
 
 _VAE = "Autoencoder"  # the start of the names of autoencoders' classes
 MOST_SETS = 4096  # kept while sets of components are summed: all sets of 12 components
@@ -124,5 +124,5 @@ def choose_fewest(sizes: Sequence[tuple[int, Any]], lacking: int) -> list[Any]:
 
 def _class_name(component: str) -> str:
     """Return the class of a denoiser or a text encoder that `vaemem.pytorch.load_pipeline` builds."""
-    maker: Any = BUILDERS[component]
-    return str(maker.args[0].rpartition(":")[2])
+    class_name, *_ = known_components()[component]
+    return str(class_name.rpartition(":")[2])
