@@ -164,6 +164,12 @@ def test_any_convolution_is_recorded_with_its_sizes():
     assert own.flops == found.flops
 
 
+# Bytes allocated and reserved that a recording differs by; others do not differ. Kolors' text encoder drops a mask of
+# 64 KiB earlier in its own code; nobody found out why. Qwen-Image 2.1's transformer keeps keys and values of the prompt,
+# which do not count, as a note of its answers says.
+DIFFERENCES = {"kolors": (1 << 16, 0), "qwen-image-2.1": (50 << 20, 86 << 20)}
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ROWS)
 def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
@@ -181,6 +187,7 @@ def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
     if kind.unguided or not kind.guides:
         call.pop("negative_prompt", None)
     frames = {"frames": 2 * kind.frame_factor + 1} if kind.frames else {}
+    allocated, reserved = DIFFERENCES.get(name, (0, 0))
     for offload in ("none", "model"):
         own = predict_any(pipe, words, gpu="H200", prepare=torch_pipelines.WAYS[offload], **call)
         found = predict_pipeline(name, **sizes, **frames, steps=3, gpu="H200", offload=offload)
@@ -188,8 +195,6 @@ def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
             (p for p in own.phases if p.name != "load"), (p for p in found.phases if p.name != "load"), strict=True
         )
         for one, other in pairs:
-            # Kolors' text encoder drops a mask of 64 KiB earlier in its own code; nobody found out why. The notes of
-            # others say what does not count: Qwen-Image 2.1 keeps keys and values of the prompt, of 52 MB here.
             assert one.name == other.name
-            assert abs(one.allocated - other.allocated) <= (64 << 20 if kind.notes else 1 << 16)
-            assert abs(one.reserved - other.reserved) <= (128 << 20 if kind.notes else 0)
+            assert abs(one.allocated - other.allocated) <= allocated
+            assert abs(one.reserved - other.reserved) <= reserved
