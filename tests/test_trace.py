@@ -8,7 +8,7 @@ import random
 import pytest
 from errors import refused
 from playing import Playing
-from traces import assert_same, left_by
+from traces import OPS, assert_same, empty_image, left_by
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
 from vaemem.prediction.eager import AttentionCall, Heads, eager_strides
@@ -51,7 +51,8 @@ def diffusers_case(
 
     from vaemem.pytorch import record
 
-    factor = 2 ** (len(arch["block_out_channels"]) - 1)
+    factor, picture = 2 ** (len(arch["block_out_channels"]) - 1), op == "picture"
+    op = "encode" if picture else op
     vae = formatted(diffusers_vae(arch, getattr(torch, dtype)), channels_last)
     vae.use_slicing, vae.use_tiling = slicing, bool(tile)
     vae.tile_sample_min_size, vae.tile_latent_min_size, vae.tile_overlap_factor = tile, tile // factor, tile_overlap
@@ -62,11 +63,11 @@ def diffusers_case(
         z = torch.empty(shape, dtype=getattr(torch, first or dtype), device="meta")
         recording = record(vae, z, call=lambda v, z: v.decode(z).sample)
     else:
-        image = torch.empty(batch, arch["in_channels"], height, width, dtype=vae.dtype, device="meta")
+        image = empty_image(batch, arch["in_channels"], height, width, vae.dtype, picture)
         recording = record(vae, image, call=lambda v, x: v.encode(x).latent_dist)
     built = _core.Trace.vae(
         arch, "diffusers", op, dtype, height, width, batch, tile, slicing, channels_last=channels_last, first=first,
-        tile_overlap=tile_overlap, release=RELEASE,
+        tile_overlap=tile_overlap, release=RELEASE, picture=picture,
     )  # fmt: skip
     assert_same(built, recording.trace)
     assert recording.unmodelled == {}
@@ -75,14 +76,14 @@ def diffusers_case(
 
 @pytest.mark.older
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("model", ["sd15", "sdxl", "flux"])
 @pytest.mark.parametrize("size", [(512, 512), (1024, 1024), (832, 1216), (720, 1280), (64, 8)])
 def test_diffusers_lives_as_recorded(model, op, size):
     diffusers_case(MODELS[model], op, *size, dtype="float32" if size[0] == 64 else "float16")
 
 
-@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dtypes(op, dtype):
     diffusers_case(MODELS["sdxl"], op, 256, 256, dtype=dtype)
@@ -90,7 +91,7 @@ def test_dtypes(op, dtype):
 
 @pytest.mark.older
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     "case",
     [
@@ -122,7 +123,7 @@ def test_small_architectures_batches_slices_tiles(case, op):
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("model", ["sd3", "cogview4", "playground-v2.5", "flux2", "flux2-small"])
 def test_other_vaes_live_as_recorded(model, op):
     diffusers_case(MODELS[model], op, 512, 512)
@@ -142,7 +143,7 @@ def test_upcast_vae_leaves_the_first_blocks_in_half_precision(case, channels_las
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("tile, overlap", [(72, 0.25), (64, 0.0), (64, 0.125), (64, 0.3), (64, 0.5), (72, 0.7)])
 def test_tiles_overlap_as_diffusers_rounds_it(tile, overlap, op):
     """Where a part is no whole latent, diffusers rounds the distance of tiles and what is blended each down."""

@@ -8,7 +8,7 @@ import math
 
 import pytest
 from errors import refused
-from traces import assert_same
+from traces import OPS, assert_same, empty_image
 
 from vaemem import _core, predict
 from vaemem._common import latent_factor
@@ -51,7 +51,8 @@ def lives_as_recorded(
     from vaemem.engine.configs import config_of
     from vaemem.pytorch import record
 
-    factor, run = latent_factor(arch), getattr(torch, dtype)
+    factor, run, picture = latent_factor(arch), getattr(torch, dtype), op == "picture"
+    op = "encode" if picture else op
     is_tiny = arch["family"] == "tiny"
     vae = diffusers_vae(arch, run).vae if is_tiny else of_config(config_of(arch) | {"_class_name": kind}, run)
     vae.use_slicing = slicing
@@ -59,17 +60,17 @@ def lives_as_recorded(
     if channels_last:
         vae = vae.to(memory_format=torch.channels_last)
     times = (frames,) * (arch["family"] == "wan")
-    shapes = {
-        "decode": (arch["latent_channels"], *times, height // factor, width // factor),
-        "encode": (arch["in_channels"], *times, height, width),
-    }
-    x = torch.empty(batch, *shapes[op], dtype=run, device="meta")
+    latents = arch["latent_channels"], *times, height // factor, width // factor
+    x = torch.empty(batch, *latents, dtype=run, device="meta")
+    if op == "encode":
+        x = empty_image(batch, arch["in_channels"], height, width, run, picture)
+        x = x.unsqueeze(2) if times else x
     posterior = "latents" if is_tiny else "latent_dist"
     call = {"decode": lambda v, x: v.decode(x).sample, "encode": lambda v, x: getattr(v.encode(x), posterior)}[op]
     recording = record(vae, x, call=call)
     built = _core.Trace.vae(
         arch, "diffusers", op, dtype, height, width, batch, tile, slicing, tile_overlap=tile_overlap,
-        release=RELEASE, channels_last=channels_last, frames=frames,
+        release=RELEASE, channels_last=channels_last, frames=frames, picture=picture,
     )  # fmt: skip
     assert_same(built, recording.trace)
     if arch["family"] != "hunyuan_image":  # whose attention is matrix products, which a recording does not count
@@ -82,7 +83,7 @@ def lives_as_recorded(
 
 @pytest.mark.older
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kind", list(NAMES))
 @pytest.mark.parametrize(
     "sizes",
@@ -101,7 +102,7 @@ def test_one_frame_lives_as_recorded(sizes, kind, op):
 
 
 @pytest.mark.one_in(27)
-@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", list(LATER))
 @pytest.mark.parametrize(
     "sizes, tile, tile_overlap",
@@ -129,7 +130,7 @@ def test_later_vaes_live_as_recorded(sizes, name, op, tile, tile_overlap):
             vae.enable_tiling(*((tile, tile_overlap) if is_shuffled else (tile, tile, stride, stride)))
 
     size = op, high * factor, wide * factor, batch, dtype, tile, bool(slicing), tile_overlap
-    if is_shuffled and tile and op == "encode":  # diffusers' class raises
+    if is_shuffled and tile and op != "decode":  # diffusers' class raises
         with refused("tile", names=["hunyuanimage-2.1"]):
             predict(name, "encode_tiled", *size[1:3])
         return

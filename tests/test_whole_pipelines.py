@@ -66,12 +66,12 @@ def test_a_pipeline_as_its_own_code_runs(case):
     )
     known = {phase.name: phase for phase in predicted.phases}
     assert [phase.name for phase in own.phases] == [*known]
-    # The allocator fills gaps between segments by the order of loading, which differs: up to 2 MiB. Reserved memory is
-    # 190 MB higher where a VAE encodes, 5.8% of the smallest case; nobody found out why.
+    # The allocator fills gaps by the order of loading, which differs for tables that a scheduler or an encoder makes: up
+    # to 2 MiB of blocks, and one segment (34 MiB, 0.22%, for FLUX.2 klein).
     loaded = known["load"].allocated - own.phases[0].allocated
     for phase in own.phases[1:]:
         assert abs(known[phase.name].allocated - phase.allocated - loaded) <= 1 << 21, phase.name
-        assert abs(known[phase.name].reserved - phase.reserved) <= 0.06 * phase.reserved, phase.name
+        assert abs(known[phase.name].reserved - phase.reserved) <= 0.0025 * phase.reserved, phase.name
 
 
 class Convolutions(TorchDispatchMode):

@@ -1,5 +1,16 @@
 """Comparing traces."""
 
+OPS = "encode", "decode", "picture"  # the last encodes a picture: (N, H, W, C) in memory
+
+
+def empty_image(batch, channels, height, width, dtype, picture):
+    """An image on "meta", with a picture's strides or contiguous."""
+    import torch
+
+    if picture:
+        return torch.empty(batch, height, width, channels, dtype=dtype, device="meta").permute(0, 3, 1, 2)
+    return torch.empty(batch, channels, height, width, dtype=dtype, device="meta")
+
 
 def lifetimes(steps):
     """Takes and what is given back between them, as sizes: the order among gives has no effect, storages of 0 bytes

@@ -78,19 +78,24 @@ static tensor convolve(walk *w, uint64_t times, const tensor *x, const tensor *b
     tensor copy = *x; /* of the input, or of the filters */
     if (before->h) copy = take(w, x->n, x->c, before->h + x->h, x->w, CONTIGUOUS, at(name, " [cat]"));
     const tensor joined = copy;
-    const layout layout = depth == 1 && x->layout == BY_FRAME ? BY_FRAME : CONTIGUOUS; /* without zeros it is a clone */
+    const bool nhwc = x->layout == CHANNELS_LAST;
+    const layout layout = depth == 1 || nhwc ? x->layout : CONTIGUOUS; /* without zeros it is a clone */
     if (pads) copy = take(w, x->n, VM_PRODUCT64(x->c, all), h, wide, layout, at(name, " [pad]"));
     if (before->h) give(w, &joined);
-    const tensor in = contiguous(w, pads ? &copy : x, name);
-    const tensor y = take(w, x->n, k, x->h, x->w, CONTIGUOUS, name);
+    const tensor in = dense(w, pads ? &copy : x, nhwc, name);
+    const tensor y = take(w, x->n, k, x->h, x->w, nhwc ? CHANNELS_LAST : CONTIGUOUS, name);
     if (!pads && side > 1) copy = take(w, k, x->c, side, side, CONTIGUOUS, at(name, " [filter]"));
+    tensor filter = none;
+    if (nhwc && side > 1) filter = take(w, k, x->c * depth, side, side, CONTIGUOUS, at(name, " [filter]"));
     const int64_t shape[4] = {(int64_t)x->n, (int64_t)x->c, (int64_t)h, (int64_t)wide};
     vm_conv question = vm_conv_square(w->dtype, shape, (int64_t)k, (int64_t)side, 1, pads ? 0 : (int64_t)side / 2);
     question.tf32 = true;
+    question.nhwc = nhwc;
     question.dims = 3;
     question.size[0] = (int64_t)all;
     if (pads) question.filter[0] = (int64_t)depth;
     if (!w->status) w->status = vm_trace_conv(w->t, &question, at(name, " [workspace]").text);
+    if (filter.h) give(w, &filter);
     if (in.id != copy.id) give_copy(w, &in, x);
     give_copy(w, &copy, x);
     end(w, name);
@@ -190,7 +195,7 @@ static tensor attention(walk *w, const tensor *x, path name) {
     const path by_token = at(name, " [q, k, v by token]");
     for (int i = 0; copies && comfyui && i < 3; i++)
         own[i] = take_like(w, x, by_token); /* of a function that returns */
-    if (copies && !comfyui) bind(w, &qkv, take_like(w, &qkv, by_token));
+    if (copies && !comfyui && qkv.layout != CHANNELS_LAST) bind(w, &qkv, take_like(w, &qkv, by_token));
     tensor h = vm_walk_attend(w, x, 4, name);
     for (int i = 0; copies && comfyui && i < 3; i++) give(w, &own[i]);
     give(w, &normed);
@@ -270,7 +275,11 @@ static tensor resample(walk *w, frame *f, const tensor *x, const part *p) {
     const path own = at(p->name, ".resample.1");
     if (!is_wan(w)) return shuffle(w, x, p->out, down, p->name);
     if (down) {
-        const tensor y = vm_walk_downsample(w, x, own), before = none;
+        tensor image = *x; /* one frame as an image has strides that are not channels_last */
+        if (x->n == 1) image.layout = CONTIGUOUS;
+        tensor y = vm_walk_downsample(w, &image, own);
+        const tensor before = none;
+        if (w->vae->arch->slices && y.layout == CHANNELS_LAST) y.layout = CHANNELS_LAST_ONE; /* as frames */
         if (temporal) keep(w, f, recent_frames(w, f, &y, &before, own)); /* its convolution over frames reads it */
         return y;
     }

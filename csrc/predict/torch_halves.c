@@ -124,11 +124,13 @@ tensor vm_walk_average(walk *w, const tensor *x, uint64_t frames, uint64_t side,
     const uint64_t all = VM_PRODUCT64(x->c, frames, side, side), h = x->h / side, wide = x->w / side;
     if (!vm_walk_divides(w, all, c, name)) return *x;
     tensor y = *x;
-    if (is_wan(w)) y = take(w, x->n, VM_PRODUCT64(x->c, frames), x->h, x->w, CONTIGUOUS, at(name, " [pad]"));
+    if (is_wan(w)) y = take(w, x->n, VM_PRODUCT64(x->c, frames), x->h, x->w, x->layout, at(name, " [pad]"));
     if (side > 1 && (!is_wan(w) || h * wide > 1)) {
         const tensor moved = vm_walk_moved(w, x, all, h, wide, name);
         give_copy(w, &y, x);
         y = moved;
+    } else if (is_wan(w) && y.layout == CHANNELS_LAST) {
+        bind(w, &y, take_like(w, &y, at(name, " [reshaped]")));
     }
     const tensor mean = take(w, x->n, c, h, wide, CONTIGUOUS, at(name, " [mean]"));
     give_copy(w, &y, x);

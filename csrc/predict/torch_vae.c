@@ -99,7 +99,8 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
         tensor part = *x;
         part.h = VM_MIN(in, x->h - i / cols * step);
         part.w = VM_MIN(in, x->w - i % cols * step);
-        part.slice = (part.h > 1 && part.w != x->w) || (x->n * x->c > 1 && part.h * part.w != x->h * x->w);
+        const uint64_t planes = x->layout == CHANNELS_LAST ? x->n : x->n * x->c; /* of which each is dense */
+        part.slice = (part.h > 1 && part.w != x->w) || (planes > 1 && part.h * part.w != x->h * x->w);
         grid[i] = is_frame ? vm_walk_frame_tile(w, &f, &part) : untiled(w, &part);
     }
     if (is_frame) vm_walk_frame_tiles_done(w, &f);
@@ -451,7 +452,8 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
                                 .n = vae->batch,
                                 .c = decodes ? vae->arch->latent_channels * packed * packed : vae->arch->in_channels,
                                 .h = vae->height / scale,
-                                .w = vae->width / scale});
+                                .w = vae->width / scale,
+                                .layout = vae->picture ? CHANNELS_LAST : CONTIGUOUS});
     vm_passage_free(&w.through);
     if (!w.status && vae->runtime == VM_TORCH_A1111) w.status = vm_trace_vae_copy(vae, &(*out)->walk);
     if (w.status) {

@@ -126,7 +126,7 @@ static inline void end(walk *w, path name) {
 
 static inline tensor conv(walk *w, const tensor *x, uint64_t k, uint64_t side, uint64_t stride, uint64_t padding,
                           path name) {
-    const bool of_input = x->layout == CHANNELS_LAST && !x->slice;
+    const bool of_input = x->layout == CHANNELS_LAST;
     const bool of_filter =
         w->vae->channels_last && x->c * side > 1; /* a filter with one number per output channel has no format */
     const bool nhwc = of_input || of_filter;
@@ -141,7 +141,7 @@ static inline tensor conv(walk *w, const tensor *x, uint64_t k, uint64_t side, u
     const uint64_t h = (x->h + 2 * padding - side) / stride + 1, wide = (x->w + 2 * padding - side) / stride + 1;
     const tensor y = take(w, x->n, k, h, wide, nhwc ? CHANNELS_LAST : CONTIGUOUS, name);
     uint32_t filter = EXTERNAL;
-    if (!w->status && nhwc && !of_filter && side > 1) /* a 1x1 filter is dense in both formats */
+    if (!w->status && nhwc && !of_filter && side > 1 && x->c > 1) /* others are dense in both formats */
         w->status =
             vm_trace_take(w->t, VM_PRODUCT64(k, x->c, side, side, element(w)), at(name, " [filter]").text, &filter);
     const int64_t shape[4] = {(int64_t)x->n, (int64_t)x->c, (int64_t)x->h, (int64_t)x->w};

@@ -237,7 +237,7 @@ class PipelineRun:
             advice = "the pipeline gives its VAE an image of this type"
             raise ArgumentError("components['vae']", dtype, vae.dtype, advice)
         images = self.request.batch if self.request.first else n  # all that the call before made
-        image = Tensor(self.process, "image", (images, 3, h, w), vae.dtype, [given])
+        image = Tensor(self.process, "image", (images, 3, h, w), vae.dtype, [given], picture=True)
         self._count_vae("encode", image.shape)
         return self._call_vae(self.process.encode, vae, image).storages or ()
 

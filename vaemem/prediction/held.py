@@ -82,13 +82,15 @@ class Tensor(_Held):
     dtype : str
     nbytes : int
         Requested bytes of all its storages.
+    picture : bool
+        Whether it has a picture's strides, those of (N, H, W, C), as diffusers' VaeImageProcessor makes it.
     """
 
     def __init__(
-        self, process: Any, name: str, shape: Sequence[int], dtype: str, storages: Iterable[int]
+        self, process: Any, name: str, shape: Sequence[int], dtype: str, storages: Iterable[int], picture: bool = False,
     ):  # fmt: skip
         super().__init__(process, storages)
-        self.name, self.shape, self.dtype = name, tuple(shape), dtype
+        self.name, self.shape, self.dtype, self.picture = name, tuple(shape), dtype, picture
 
     def __repr__(self) -> str:
         state = "dropped" if self.storages is None else f"{self.nbytes / MIB:.2f} MiB"
