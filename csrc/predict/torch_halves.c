@@ -129,7 +129,7 @@ tensor vm_walk_average(walk *w, const tensor *x, uint64_t frames, uint64_t side,
         const tensor moved = vm_walk_moved(w, x, all, h, wide, name);
         give_copy(w, &y, x);
         y = moved;
-    } else if (is_wan(w) && y.layout == CHANNELS_LAST) {
+    } else if (is_wan(w) && side == 1 && y.layout == CHANNELS_LAST) {
         bind(w, &y, take_like(w, &y, at(name, " [reshaped]")));
     }
     const tensor mean = take(w, x->n, c, h, wide, CONTIGUOUS, at(name, " [mean]"));
