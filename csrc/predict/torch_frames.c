@@ -279,7 +279,8 @@ static tensor resample(walk *w, frame *f, const tensor *x, const part *p) {
         if (x->n == 1) image.layout = CONTIGUOUS;
         tensor y = vm_walk_downsample(w, &image, own);
         const tensor before = none;
-        if (w->vae->arch->slices && y.layout == CHANNELS_LAST) y.layout = CHANNELS_LAST_ONE; /* as frames */
+        /* as frames, it has other strides */
+        if (w->vae->arch->slices && y.layout == CHANNELS_LAST) y.layout = CHANNELS_LAST_ONE;
         if (temporal) keep(w, f, recent_frames(w, f, &y, &before, own)); /* its convolution over frames reads it */
         return y;
     }

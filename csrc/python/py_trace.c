@@ -301,7 +301,8 @@ static PyMethodDef methods[] = {
     {"vae", VM_PY_KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
      "vae($type, /, arch, runtime, op, dtype, height, width, batch=1, tile=0, slicing=False, sm=89, "
      "multiprocessors=128, free_bytes=0, channels_last=False, first=None, passing=(), tile_overlap=0.25, "
-     "release=42, frames=1, older=False, picture=False)\n--\n\nReturns the trace of encode or decode of a VAE, from its arch dict. "
+     "release=42, frames=1, older=False, picture=False)\n--\n\nReturns the trace of encode or decode of a VAE, from "
+     "its arch dict. "
      "tile: side in "
      "pixels, 0 for none. free_bytes: free GPU memory when the call begins, which a1111 checks; 0: unlimited. "
      "first: the dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, which diffusers' upcast_vae "
