@@ -505,7 +505,8 @@ MODULES = {
     **{
         name: Module(
             f"Flux2Transformer2DModel of {about}; n images, an even latent h x w, t tokens",
-            partial(make_component, name), partial(_flux2_call, width=width, guidance=about == "FLUX.2-dev"), FLUX_POINTS, FLUX_CHECKS,
+            partial(make_component, name), partial(_flux2_call, width=width, guidance=about == "FLUX.2-dev"),
+            FLUX_POINTS, FLUX_CHECKS,
             PATCH_MONOMIALS, PATCHES, (*SINGLE, *EVEN), dtypes=HALF,
         )
         for name, about, width in (

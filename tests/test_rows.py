@@ -165,8 +165,8 @@ def test_any_convolution_is_recorded_with_its_sizes():
 
 
 # Bytes allocated and reserved that a recording differs by; others do not differ. Kolors' text encoder drops a mask of
-# 64 KiB earlier in its own code; nobody found out why. Qwen-Image 2.1's transformer keeps keys and values of the prompt,
-# which do not count, as a note of its answers says.
+# 64 KiB earlier in its own code; nobody found out why. Qwen-Image 2.1's transformer keeps keys and values of the
+# prompt, which do not count, as a note of its answers says.
 DIFFERENCES = {"kolors": (1 << 16, 0), "qwen-image-2.1": (50 << 20, 86 << 20)}
 
 

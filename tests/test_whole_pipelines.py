@@ -66,8 +66,8 @@ def test_a_pipeline_as_its_own_code_runs(case):
     )
     known = {phase.name: phase for phase in predicted.phases}
     assert [phase.name for phase in own.phases] == [*known]
-    # The allocator fills gaps by the order of loading, which differs for tables that a scheduler or an encoder makes: up
-    # to 2 MiB of blocks, and one segment (34 MiB, 0.22%, for FLUX.2 klein).
+    # The allocator fills gaps by the order of loading, which differs for tables that a scheduler or an encoder makes.
+    # So blocks differ by up to 2 MiB, and segments by one (34 MiB, 0.22%, for FLUX.2 klein).
     loaded = known["load"].allocated - own.phases[0].allocated
     for phase in own.phases[1:]:
         assert abs(known[phase.name].allocated - phase.allocated - loaded) <= 1 << 21, phase.name
