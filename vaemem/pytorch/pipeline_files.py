@@ -31,7 +31,7 @@ from vaemem.prediction.recordings import FILE_FORMAT, SUFFIX
 from vaemem.prediction.request import find_card
 from vaemem.pytorch.any_pipeline import check_pipeline, open_pipeline
 from vaemem.pytorch.contents import ContentsRecorder, PythonCalls
-from vaemem.pytorch.converting import modules_of
+from vaemem.pytorch.converting import arguments_of, modules_of, tensors_of
 from vaemem.pytorch.fitting import PolynomialFit, evaluate, products
 from vaemem.pytorch.loading import WORD, build_row
 from vaemem.pytorch.module_writer import (
@@ -106,7 +106,7 @@ class _Calls(NamedTuple):
 
     def ask(self, pipe: Any, at: Values) -> dict[str, Any]:
         """Return the arguments of the pipeline's call at a point. Pictures among them get the size of the point."""
-        known = inspect.signature(type(pipe).__call__).parameters
+        known = arguments_of(pipe)
         height, width = at["h"] * self.factor, at["w"] * self.factor
         asked: dict[str, Any] = {
             "prompt": "a", "height": height, "width": width, "num_inference_steps": at["s"],
@@ -138,7 +138,7 @@ def _on_meta(pipe: Any) -> Any:
     """Copy a pipeline, with weights on "meta"."""
     memo = dict[int, Any]()
     for module in modules_of(pipe).values():
-        for x in (*module.parameters(), *module.buffers()):
+        for x in tensors_of(module):
             made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             memo[id(x)] = torch.nn.Parameter(made, x.requires_grad) if isinstance(x, torch.nn.Parameter) else made
     copied = copy.deepcopy(pipe, memo)
@@ -438,7 +438,8 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
         raise ArgumentError("pipe", "components of one type, apart from the VAE", ", ".join(sorted(others)))
     for role in modules.keys() - used:  # pipe.to moves them too
         made[role] = _write_weights(modules[role], types[role])
-    chain = [role for role in (pipe.model_cpu_offload_seq or "").split("->") if role in modules]
+    sequence = getattr(pipe, "model_cpu_offload_seq", "->".join(used))  # a modular pipeline's is that of its calls
+    chain = [role for role in (sequence or "").split("->") if role in modules]
     roles = [*chain, *(role for role in modules if role not in chain)]
     usual = types[next((role for role in _DENOISERS if role in made), [*made][-1])]
     denoisers = {type(modules[role]).__name__ for role in _DENOISERS if role in made}
@@ -490,5 +491,5 @@ def _longest(pipe: Any) -> int:
 
 def _default(pipe: Any, name: str, otherwise: int) -> int:
     """Return the default of an argument of the pipeline's call, or another number if it has no whole one."""
-    default = inspect.signature(type(pipe).__call__).parameters.get(name)
-    return default.default if default and isinstance(default.default, int) else otherwise
+    default = arguments_of(pipe).get(name)
+    return default if isinstance(default, int) else otherwise

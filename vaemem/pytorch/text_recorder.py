@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
 from vaemem.prediction.request import Card
-from vaemem.pytorch.converting import modules_of
+from vaemem.pytorch.converting import modules_of, tensors_of
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
 from vaemem.pytorch.recorder import leaves_of, map_leaves
 
 _INNER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, contextlib, sys.modules["vaemem"]))
-_STATEFUL = {"scheduler", "guider"}  # components that keep something after a call
+_STATEFUL = "scheduler", "guider"  # endings of roles whose components keep something after a call
 _MUCH = 1 << 20  # bytes that a component keeps
 _LONGEST = 60  # characters of a tensor's name
 
@@ -296,7 +296,7 @@ class TextRecorder(PipelineRecorder):
         fakes = dict[int, Any]()
         with setting(self, _silent=True):
             for module in modules_of(pipe).values():
-                for x in (*module.parameters(), *module.buffers()):
+                for x in tensors_of(module):
                     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
                     made = torch.nn.Parameter(made, x.requires_grad) if isinstance(x, torch.nn.Parameter) else made
                     self.adopt(made)
@@ -518,7 +518,7 @@ def record_calls(pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card) -
     with recording_pipelines(recorder), recorder.hiding():
         copied = recorder.copy(pipe)
         for call in calls:
-            for role in _STATEFUL & {*pipe.components}:
+            for role in (role for role in pipe.components if role.endswith(_STATEFUL)):
                 setattr(copied, role, copy.deepcopy(getattr(pipe, role)))
             recorder.script = recorder._trace = recorder.writer = EventWriter(recorder.writer)
             recorder.calls = []
