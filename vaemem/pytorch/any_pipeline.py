@@ -91,7 +91,7 @@ def _copy(pipe: Any, recorder: PipelineRecorder) -> Any:
 def _following(pipe: Any, recorder: PipelineRecorder) -> Iterator[None]:
     """Tell the recorder which module runs, and which phase begins with a component's call."""
     modules = modules_of(pipe)
-    roles = {id(module): role for role, module in modules.items()}
+    roles = {id(m): role for role, module in modules.items() for m in module.modules()}
     names = {
         id(m): f"{role}.{name}".strip(".") for role, module in modules.items() for name, m in module.named_modules()
     }
