@@ -112,13 +112,13 @@ def _find_loops(recorded: Sequence[tuple[Values, Sequence[Event]]]) -> dict[Loop
 def _loops_at(events: Sequence[Event], at: int, values: Values) -> Iterator[Loop]:
     """Yield loops of blocks that happen once for each image, step or clip from a place on, or some times less."""
     for length in range(1, (len(events) - at) // _LEAST_LOOPED + 1):
-        if events[at] != events[at + length]:
+        is_later = at > 0 and events[at - 1] == events[at + length - 1]  # the same loop began one event before
+        if is_later or events[at] != events[at + length]:
             continue
         block, times = events[at : at + length], 1
         while events[at + times * length : at + (times + 1) * length] == block:
             times += 1
-        is_alone = at < length or events[at - length : at] != block
-        if times >= _LEAST_LOOPED and is_alone:
+        if times >= _LEAST_LOOPED:
             found = ((of, times - values[of]) for of in _LOOPED)
             yield from (Loop(of, more, tuple(map(_key, block))) for of, more in found if more in _MORE)
 
