@@ -167,7 +167,7 @@ def point_of(name: str, is_begun: bool, side: int, images: int, steps: int) -> d
     kind = PIPELINES[name]
     e = ELEMENT_BYTES[kind.dtype]
     more = {"e": e, "v": e, "g": int(kind.guides), "u": int(kind.upcasts), "c": 0, "i": int(is_begun)}
-    return variables_of(kind, side, side, n=images, f=1, t=kind.tokens, s=steps, **more)
+    return variables_of(kind, side, side, n=images, t=kind.tokens, s=steps, **more)
 
 
 def _record_at(
@@ -178,7 +178,7 @@ def _record_at(
     pipe = build(name, dtype, vae_dtype, sibling(name, is_begun), u, c)
     types = {"e": ELEMENT_BYTES[dtype], "v": ELEMENT_BYTES[vae_dtype], "u": u, "c": c, "i": int(is_begun)}
     at = [
-        variables_of(kind, h * kind.factor, w * kind.factor, n=n, f=f, t=t, s=s, g=g, **types)
+        variables_of(kind, h * kind.factor, w * kind.factor, 4 * f - 3, n=n, t=t, s=s, g=g, **types)
         for g in ((1, 0) if kind.guides else (0,))
         for first, h, w, f, t, s in points
         for n in (range(1, kind.most_images(bool(g)) + 1) if kind.most_batch else (first,))

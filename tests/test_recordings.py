@@ -56,6 +56,22 @@ def test_a_recording_predicts_what_the_pipelines_own_code_and_hooks_do(pipe, pat
     assert own == {p.name: (p.allocated, p.reserved) for p in found.phases if p.name != "load"}
 
 
+def test_a_modular_pipeline_is_recorded_like_others(tmp_path):
+    """Its blocks name its inputs. It answers for a size and steps that were not recorded."""
+    known = torch_pipelines.stable_diffusion_xl(tmp_path).components
+    made = diffusers.StableDiffusionXLModularPipeline(workflow="text2image")
+    made.update_components(**{role: part for role, part in known.items() if role in made.pretrained_component_names})
+    made.set_progress_bar_config(disable=True)
+    file = tmp_path / "modular.vaemem"
+    record_pipeline(made, file, prompt="a")
+    how = {"height": 144, "width": 80, "gpu": "RTX 4090"}
+    own = predict_any(made, prompt="a", num_inference_steps=5, **how)
+    found = predict_pipeline(str(file), steps=5, **how)
+    own = {p.name: (p.allocated, p.reserved) for p in own.phases if p.name != "load"}
+    assert own == {p.name: (p.allocated, p.reserved) for p in found.phases if p.name != "load"}
+    assert [phase.name for phase in predict_pipeline(str(file), 64, 64, offload="model").phases] == [*own]
+
+
 def test_a_recording_is_a_pipeline_like_others(path):
     p = predict_pipeline(path, 64, 128, batch=2, gpu="T4", offload="model")
     assert p.verdict == "tight" and "compared" in p.summary and p.pipeline == path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from importlib import resources
@@ -41,6 +40,7 @@ def test_a_recording_is_of_its_row(name):
     [
         ("kolors", "unet", 2.58), ("kolors", "text_encoder", 6.24), ("qwen-image-2.1", "transformer", 7.1),
         ("qwen-image-2.1", "text_encoder", 8.77), ("hunyuan-video-1.5", "transformer", 8.3),
+        ("minimax-h3", "transformer", 61.7 * 2**30 / 2e9), ("minimax-h3", "text_encoder", 62.1 * 2**30 / 2e9),
     ],
 )  # fmt: skip
 def test_numbers_of_parameters_are_the_published_ones(name, role, billions):
@@ -79,6 +79,7 @@ import torch_pipelines
 from vaemem.pipelines.programs import Recorded
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch import predict_pipeline as predict_any
+from vaemem.pytorch.converting import arguments_of
 from vaemem.pytorch.fitting import PolynomialFit, products
 from vaemem.pytorch.loading import WORD, build_row
 from vaemem.pytorch.module_writer import ScriptRecorder, Writer, settle, weights_text
@@ -178,18 +179,19 @@ def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
     if "dummy" in getattr(diffusers, row["class"]).__module__:
         pytest.skip(f"{row['class']} needs another package")
     pipe, kind = build_row(row, "meta"), PIPELINES[name]
-    known = inspect.signature(type(pipe).__call__).parameters
+    pipe.vae.use_tiling = False  # as recorded
+    known = arguments_of(pipe)
     sizes = {"height": 11 * kind.stride, "width": 18 * kind.stride}
     words = " ".join([WORD] * (kind.tokens - 2 * (kind.tokens != 77)))
     call = {"num_inference_steps": 3, "max_sequence_length": kind.tokens, "negative_prompt": words} | sizes
-    call |= {"num_frames": 2 * kind.frame_factor + 1} if kind.frames else {}
+    frames = {"frames": kind.frame_range[0] + 2 * kind.frame_factor} if kind.frames else {}
+    call |= {"num_frames": frames.get("frames"), "prompt": words}
     call = {key: value for key, value in call.items() if key in known} | row["call"]
     if kind.unguided or not kind.guides:
         call.pop("negative_prompt", None)
-    frames = {"frames": 2 * kind.frame_factor + 1} if kind.frames else {}
     allocated, reserved = DIFFERENCES.get(name, (0, 0))
     for offload in ("none", "model"):
-        own = predict_any(pipe, words, gpu="H200", prepare=torch_pipelines.WAYS[offload], **call)
+        own = predict_any(pipe, gpu="H200", prepare=torch_pipelines.WAYS[offload], **call)
         found = predict_pipeline(name, **sizes, **frames, steps=3, gpu="H200", offload=offload)
         pairs = zip(
             (p for p in own.phases if p.name != "load"), (p for p in found.phases if p.name != "load"), strict=True

@@ -14,7 +14,7 @@ from vaemem.pipelines.pipeline_request import text_name, variables_of
 from vaemem.pipelines.text import PipelineText, load_text, play_text
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-AT = dict.fromkeys("n h w f p y x q k t m s e v g u c i".split(), 1)
+AT = dict.fromkeys("n h w f l a p y x q k t m s e v g u c i".split(), 1)
 
 
 class Run:
@@ -34,6 +34,9 @@ class Run:
     def call(self, role, method, given, kept, **sizes):
         self.done.append(f"{role}.{method} {sizes} after {self.live.get(given)}")
         return () if role == "missing" else [self.take(role, 0)]
+
+    def enter(self, role, method):
+        self.done.append(f"{role}.{method} begins")
 
     def convert(self, role, dtype):
         self.done.append(f"{role} in {dtype}")
@@ -104,6 +107,7 @@ when
 free 0 | x
 """
     assert play(text, n=2, g=0) == ["+x 8", "-x"]
+    assert play("case\nenter vae decode\ncall vae decoder n=1 n | 0")[0] == "vae.decode begins"
     done = play(text, n=3)
     assert done[:4] == ["+x 1", "+x 2", "-x", "unet.forward {'n': 6, 'h': 3} after None"]
     assert done[4:] == ["+unet 0", "-unet", "vae in float32", "blas True", "+y 7", "+y 7", "-y", "-y", "-x"]
@@ -160,12 +164,31 @@ def test_each_pipeline_has_its_text(name):
             most = kind.most_images(bool(g)) or 9
             for n in (1, 2, most):
                 for u, c in {(0, 0), (int(kind.upcasts and e == 2), 0), (0, int(bool(kind.optional)))}:
-                    at = variables_of(kind, 512, 768, n=n, f=3, t=40, s=20, e=e, v=e, g=g, u=u, c=c, i=int(begun))
+                    at = variables_of(kind, 512, 768, 9, n=n, t=40, s=20, e=e, v=e, g=g, u=u, c=c, i=int(begun))
                     parts = [part for part, _ in text.played(at)]
                     roles = [line.words[0] for part in parts for line in part if line.kind == "call"]
                     # HunyuanVideo 1.5 calls its second text encoder for quoted text only.
                     uncalled = {"text_encoder_2"} if name == "hunyuan-video-1.5" else set()
                     assert {*roles} == {*kind.parts} - uncalled | ({"safety_checker"} if c else set()), (name, at)
+
+
+def test_what_happens_for_each_step_and_clip_is_there_once():
+    """Also if it happens less often than there are clips, or if events are equal. It plays at another point."""
+    pytest.importorskip("diffusers")
+    from vaemem.pytorch.text_recorder import Event
+    from vaemem.pytorch.text_writer import check_text, write_text
+
+    def record(at):
+        plan = [Event("take", ("time",), 4), Event("take", ("time",), at["h"])]
+        clip = [Event("take", ("clip",), 3 * at["h"]), Event("free", ("clip", "0"))]
+        ends = [Event("free", ("time", "0"))] * 2 * at["s"]
+        return [*plan * at["s"], *[Event("take", ("x",), 8), Event("step", ())] * at["s"], *clip * (at["l"] - 2), *ends]
+
+    points = [AT | dict(zip("slh", each, strict=True)) for each in ((5, 7, 8), (6, 9, 12), (8, 12, 20), (7, 8, 24))]
+    lines = [*write_text([(at, record(at)) for at in points], lambda *_: {})]
+    assert [line for line in lines if line.startswith("repeat")] == ["repeat 1 s", "repeat 1 l + -2", "repeat 1 s"]
+    at = AT | {"s": 11, "l": 20, "h": 28}
+    check_text(PipelineText("\n".join(lines)), at, record(at), lambda *_: {})
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import accelerate
 import diffusers
 import tokenizers
 import torch
@@ -12,9 +13,22 @@ from engine import config
 
 MAX_LENGTH = 8
 CUDA = torch.device("cuda")
+
+
+def offload_models(pipe) -> None:
+    """Offload whole components. A modular pipeline has no method for it: hook them one by one, as that method does."""
+    if hasattr(pipe, "enable_model_cpu_offload"):
+        pipe.enable_model_cpu_offload(device="cuda")
+        return
+    hook = None
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            _, hook = accelerate.cpu_offload_with_hook(part, "cuda", prev_module_hook=hook)
+
+
 WAYS = {  # how a pipeline comes to a card
     "none": lambda pipe: pipe.to("cuda"),
-    "model": lambda pipe: pipe.enable_model_cpu_offload(device="cuda"),
+    "model": offload_models,
     "sequential": lambda pipe: pipe.enable_sequential_cpu_offload(device="cuda"),
     "block_level": lambda pipe: pipe.enable_group_offload(CUDA, offload_type="block_level", num_blocks_per_group=1),
     "leaf_level": lambda pipe: pipe.enable_group_offload(CUDA, offload_type="leaf_level"),

@@ -22,7 +22,7 @@ from vaemem.prediction.request import USUAL_GPU, Card, Software
 
 _WAYS = "none", "model"  # of offloading: the two that people use most
 _REFERENCE = (1024, 1024), (1024, 2048)  # two sizes, from whose tensors other areas follow
-_FRAMES = 81, 41  # two videos, from whose tensors other frames follow; the first is Wan's default
+_CLIPS = 20, 10  # of two videos, from whose tensors other frames follow; the first is Wan's default
 _FEW = 100  # frames: usual videos are shorter
 _USUAL = 8  # sizes of the named model that are played, whatever tensors they have
 _MOST_POINTS = 16  # sizes of a pipeline that are played
@@ -86,8 +86,9 @@ def _points(message: OomMessage, name: str, clues: Clues, gpu: Gpu, is_named: bo
     usual = [size for size in VIDEO_SIZES if not (size[0] % stride or size[1] % stride)]  # others are rounded to these
     for rank, size in enumerate(clues.sizes or usual):
         solved = [clues.frames] if clues.frames else _solve_frames(name, size, gpu, message)
-        for frames in dict.fromkeys((clues.frames or _FRAMES[0], *solved)):
-            unusual = (rank > 1) + (frames != _FRAMES[0]) + (frames > _FEW)
+        usual_frames, _ = _two_videos(name)
+        for frames in dict.fromkeys((clues.frames or usual_frames, *solved)):
+            unusual = (rank > 1) + (frames != usual_frames) + (frames > _FEW)
             yield (TOLD if clues.sizes else unusual), size, frames
 
 
@@ -127,15 +128,23 @@ def _areas(name: str, gpu: Gpu, message: OomMessage) -> Areas:
     return []
 
 
+def _two_videos(name: str) -> list[int]:
+    """Return the frames of two videos, from whose tensors those of other frames follow."""
+    known = PIPELINES[name]
+    least, most = known.frame_range
+    return [min(least + clips * known.frame_factor, most or _MOST) for clips in _CLIPS]
+
+
 def _solve_frames(name: str, size: Size, gpu: Gpu, message: OomMessage) -> list[int]:
     """Return the numbers of frames with which a video has a tensor of the message's size."""
-    many, few = (_tensors(name, size, frames, gpu.sm) for frames in _FRAMES)
+    two = _two_videos(name)
+    many, few = (_tensors(name, size, frames, gpu.sm) for frames in two)
     found, stride = set[int](), PIPELINES[name].frame_factor
     for key in many.keys() & few.keys():
-        each = (many[key] - few[key]) / (_FRAMES[0] - _FRAMES[1])
+        each = (many[key] - few[key]) / (two[0] - two[1])
         if each > 0:
-            least, most = (_FRAMES[0] + (bound - many[key]) / each for bound in message.range)
-            first = -(-max(int(least), 1) // stride) * stride + 1
+            least, most = (two[0] + (bound - many[key]) / each for bound in message.range)
+            first = -(-max(int(least), 1) // stride) * stride + PIPELINES[name].clip[0]
             found |= {*range(first, min(int(most), _MOST) + 1, stride)}
     return sorted(found)[:3]
 

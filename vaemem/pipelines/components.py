@@ -16,6 +16,7 @@ from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
 from vaemem.prediction.recordings import (
+    OPTIONAL_FACTS,
     component_of,
     find_component,
     is_recorded_component,
@@ -63,7 +64,11 @@ class Pipeline(NamedTuple):
     times: whether each token of the denoiser has a time of its own (expand_timesteps)
     text: the pipeline that has the same text in vaemem/data/pipelines, if another has
     unit: divisor of the image's sides, if that does not follow from the denoiser
-    frame_factor: frames of a video per frame of its latents, after the first one
+    frame_factor: frames of a video per frame of its latents, after the first one; or those of a clip
+    clip: frames of a video besides those of clips; frames of latents of a clip, and besides those of clips
+    sound: latents of a video's sound for a number of frames
+    frame_range: the fewest and the most frames of a video; 0 for any
+    workflow: of a modular pipeline, which chooses its blocks
     recording: the path of its recording, if it has one
     has_words: whether it is known with prompts of any length
     loras: whether it has load_lora_weights
@@ -99,6 +104,10 @@ class Pipeline(NamedTuple):
     text: str = ""
     unit: int = 0
     frame_factor: int = 4
+    clip: Sequence[int] = (1, 1, 1)
+    sound: Sequence[int] = (0, 1)
+    frame_range: Sequence[int] = (1, 0)
+    workflow: str = ""
     recording: str = ""
     has_words: bool = True
     loras: bool = True
@@ -114,6 +123,11 @@ class Pipeline(NamedTuple):
     def repository(self) -> str:
         """Repository of its weights on the Hugging Face Hub."""
         return self.about.split()[-1]
+
+    @property
+    def is_modular(self) -> bool:
+        """Whether it is a modular pipeline, which has no methods to offload it."""
+        return self.class_name.endswith("ModularPipeline")
 
     @property
     def denoiser(self) -> str:
@@ -177,7 +191,7 @@ class _Pipelines(dict[str, Pipeline]):
 def pipeline_of(path: str, data: Mapping[str, Any]) -> Pipeline:
     """Return the facts in a recording. path: of its file"""
     row, parts = data["row"], {role: component_of(path, role) for role in data["roles"]}
-    facts = {fact: row[fact] for fact in _COPIED}
+    facts = {fact: row[fact] for fact in (*_COPIED, *OPTIONAL_FACTS) if fact in row}
     return Pipeline(
         data["about"], parts, most_tokens=MOST_SEQUENCE if row["has_words"] else row["tokens"], begins=False,
         since=LAST_DIFFUSERS, inputs=1 + row["encodes"], aside={role: "" for role in row["aside"]},

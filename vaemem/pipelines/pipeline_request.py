@@ -29,6 +29,7 @@ from vaemem.pipelines.quantising import (
     UNSENT,
 )
 from vaemem.pipelines.storage import GGML, MIXTURES
+from vaemem.pipelines.text import video_variables
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.recordings import component_of
 from vaemem.prediction.request import Card, Request, Software, usual_tile
@@ -92,7 +93,7 @@ class PipelineRequest(Request):
     @property
     def latent_frames(self) -> int:
         """Frames of its latents; 1 for an image."""
-        return (self.frames - 1) // self.pipeline.frame_factor + 1
+        return self.variables["f"]
 
     @property
     def text(self) -> str:
@@ -104,7 +105,7 @@ class PipelineRequest(Request):
         """What sizes in the pipeline's text follow from."""
         vae, roles = self.part("vae"), [part.role for part in self.parts]
         return variables_of(
-            self.pipeline, self.height, self.width, n=self.batch, f=self.latent_frames, t=self.tokens, s=self.steps,
+            self.pipeline, self.height, self.width, self.frames, n=self.batch, t=self.tokens, s=self.steps,
             e=ELEMENT_BYTES[self.dtype], v=ELEMENT_BYTES[vae.dtype], g=int(self.guided), u=int(vae.upcast),
             c=int("safety_checker" in roles), i=int(self.image),
         )  # fmt: skip
@@ -255,13 +256,14 @@ def text_name(pipeline: str, image: bool) -> str:
     return f"{name}-image" if image else name
 
 
-def variables_of(pipeline: Pipeline, height: int, width: int, **more: int) -> dict[str, int]:
-    """Return the variables of a pipeline's text for an image's size. more: the other variables"""
+def variables_of(pipeline: Pipeline, height: int, width: int, frames: int = 1, **more: int) -> dict[str, int]:
+    """Return the variables of a pipeline's text for the size of an image or a video. more: the other variables"""
     sides = scale_edited(height, width) if pipeline.sees else (height, width)
     (h, w), (y, x) = ((a // pipeline.factor, b // pipeline.factor) for a, b in ((height, width), sides))
     padded = -(-more["t"] // MOST_SEQUENCE) * MOST_SEQUENCE
     patches = {"p": h // 2 * (w // 2), "q": y // 2 * (x // 2), "k": count_seen(*sides)}
-    return {"h": h, "w": w, "y": y, "x": x, "m": padded, **patches, **more}
+    video = video_variables(frames, pipeline.frame_factor, pipeline.clip, pipeline.sound)
+    return {"h": h, "w": w, "y": y, "x": x, "m": padded, **patches, **video, **more}
 
 
 def is_tile(side: str, unit: int) -> bool:
@@ -325,11 +327,12 @@ class PipelineArguments:
 def _find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
     """Return the frames that a pipeline makes: 1 for an image."""
     if pipeline.frames:
-        stride = pipeline.frame_factor
-        most = stride * (MOST_LATENT_FRAMES - 1) + 1
-        frames = pipeline.frames if given.frames is None else whole("frames", given.frames, most=most)
-        frames -= 1 if pipeline.recording else 0  # Wan's own code rounds 80 frames up to 81, others' down to 77
-        return frames // stride * stride + 1
+        stride, (first, *_), (least, most) = pipeline.frame_factor, pipeline.clip, pipeline.frame_range
+        most = most or stride * (MOST_LATENT_FRAMES - 1) + 1
+        frames = pipeline.frames if given.frames is None else whole("frames", given.frames, least=least, most=most)
+        # Code with clips rounds up to whole ones. Wan's own code rounds 80 frames up to 81, others' down to 77.
+        frames += stride - 1 - first if first > 1 else -1 if pipeline.recording else 0
+        return frames // stride * stride + first
     if given.frames is not None:
         raise ArgumentError("frames", f"None with {given.pipeline}, which makes images", repr(given.frames))
     return 1

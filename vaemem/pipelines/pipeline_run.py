@@ -184,6 +184,11 @@ class PipelineRun:
             return found[0]
         return self._keep(self._call(role, **sizes), kept)
 
+    def enter(self, role: str, method: str) -> None:
+        """Bring a component whose method calls its children."""
+        self._begin_phase(phase_of(role, method), role)
+        self.bring(role)
+
     def _keep(self, outputs: Sequence[int], kept: int) -> Sequence[int]:
         """Return `kept` outputs of a call. The last one also holds further outputs; 0 stands for a missing one."""
         if not outputs:

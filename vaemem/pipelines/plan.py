@@ -283,7 +283,7 @@ def diffusers_ways(
         given = {**components, **dict.fromkeys(roles, kind)}
         stored = q if kind is None else replace(q, parts=parts_of(pipeline, q.dtype, given, release, q.loras))
         for place, offload in offloads.items():
-            if not offload:  # there is no text encoder
+            if not offload or (pipeline.is_modular and offload != "none"):  # no text encoder, or no method for it
                 continue
             is_group = GroupOffload.read(offload) is not None
             is_hooked = is_group or offload == "sequential"

@@ -296,7 +296,9 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
     """List the uncounted memory of the parts, and settings that run differently than asked."""
     yield from q.pipeline.notes
     if q.made_of:
-        known = "4 n + 1 frames" if q.pipeline.frames else f"multiples of {q.pipeline.stride}"
+        known = f"multiples of {q.pipeline.stride}"
+        if q.pipeline.frames:
+            known = f"{q.pipeline.frame_factor} n + {q.pipeline.clip[0]} frames"
         yield f"{q.made_of}: {q.pipeline.class_name} makes {q.size} of it, {known}"
     if q.pipeline.sized and (q.height, q.width) != (1024, 1024):
         yield f"{q.pipeline.class_name} makes about 1024x1024 pixels of it unless its call has {q.pipeline.sized}"

@@ -329,6 +329,12 @@ class _Loading:
             if self.on_cpu:  # by default bitsandbytes quantises on the card, and its results stay there
                 named["device_map"] = "cpu"
         does = Identifier(f"{self.pipeline.class_name}.from_pretrained", "diffusers")
+        if self.pipeline.is_modular:  # its components are loaded later
+            chosen = {"workflow": self.pipeline.workflow} if self.pipeline.workflow else {}
+            made = Call(does, (self.pipeline.repository,), chosen)
+            given = {name: value for name, value in named.items() if name not in self.told}
+            steps = [Step(made, "pipe"), call("pipe.load_components", **given)]
+            return [*before, *steps, *[call("pipe.update_components", **self.told)] * bool(self.told), *self.after]
         made = Call(does, (self.pipeline.repository,), named)
         return [*before, Step(made, "pipe"), *self.after]
 

@@ -10,7 +10,8 @@ arguments, and, after a bar, a name:
     free 0 | embeds                 free the oldest tensor of this name; 1 is the next one
     free 0 3 | embeds               do so three times
     call unet forward n=2 n | 1     call a component's method with these sizes. One output stays; its name is the role
-    repeat 1 n                      repeat the lines up to "done" for each image. Repeats do not nest
+    enter vae decode                prepare a component for a method of its own, which calls its children
+    repeat 1 n                      repeat the lines up to "done" for each image, step or clip. Repeats do not nest
     convert vae float32             convert a component's weights to a type
     blas                            multiply matrices outside of components, by cuBLAS; or "blas lt", by cuBLASLt
     steps 1 s                       the scheduler has s steps. The first step begins without a line of its own
@@ -26,6 +27,7 @@ A size is a polynomial: ``"1280 n h w + 640"``. Its variables are
     h, w, f, p      sides of the latents, their frames, and patches of 2 x 2 in one of them
     y, x, q, k      sides and patches of the latents of an image that goes in, as the pipeline scales it, and its tokens
                     for a text encoder
+    l, a            clips of a video, which its VAE decodes one by one, and latents of its sound
     e, v            bytes of an element of the denoiser and of the VAE
     g, u, c, i      1 or 0: whether it guides, whether the VAE is converted to float32 for its calls, whether there is a
                     safety checker, whether it begins with an image
@@ -43,7 +45,7 @@ from vaemem._common import shipped
 from vaemem._errors import ArgumentError, inside
 from vaemem.prediction.recordings import find_component, is_recorded_component
 
-VARIABLES = "n h w f p y x q k t m s e v g u c i".split()
+VARIABLES = "n h w f l a p y x q k t m s e v g u c i".split()
 _PHASES = {  # of roles with these words
     "text_encoder": "encode prompt", "connectors": "encode prompt", "image_encoder": "encode image",
     "vocoder": "decode",
@@ -227,9 +229,9 @@ def _read_line(word: str, given: str, name: str) -> Iterator[_Line]:
         pairs = [pair.split("=", 1) for pair in filter(None, sizes.split("; "))]
         read = tuple((variable, _Polynomial.read(size)) for variable, size in pairs)
         yield _Line(word, (role, method, str(int(name))), sizes=read, name=role)
-    elif word == "convert":
-        role, dtype = given.split()
-        yield _Line(word, (role, dtype))
+    elif word in ("convert", "enter"):
+        role, told = given.split()
+        yield _Line(word, (role, told))
     elif word == "blas":
         yield _Line(word, (given,))
     else:
@@ -248,6 +250,9 @@ class _Run(Protocol):
     def call(self, role: str, method: str, given: int, kept: int, **sizes: int) -> Sequence[int]:
         """Call a component; return the handles of `kept` outputs, or no handles at all. given: the handle of the last
         tensor that was taken"""
+
+    def enter(self, role: str, method: str) -> None:
+        """Prepare a component for a method that calls its children."""
 
     def convert(self, role: str, dtype: str) -> None:
         """Convert a component's weights."""
@@ -281,12 +286,23 @@ def play_text(text: PipelineText, at: Mapping[str, int], run: _Run, left: dict[s
             elif kind == "call":
                 role, method, kept = words
                 live += run.call(role, method, given, int(kept), **sizes) or [0] * int(kept)
-            elif kind == "convert":
-                run.convert(*words)
+            elif kind in ("convert", "enter"):
+                (run.convert if kind == "convert" else run.enter)(*words)
             else:
                 run.multiply(words[0] == "lt")
     run.stand_for(1)
     left.update(earlier)
+
+
+def video_variables(frames: int, frame_factor: int, clip: Sequence[int], sound: Sequence[int]) -> dict[str, int]:
+    """Return the variables of a video with so many frames; of an image with 1.
+
+    frame_factor: frames of a clip
+    clip: frames besides those of clips; frames of latents of a clip, and besides those of clips
+    sound: latents of sound for a number of frames
+    """
+    clips = (frames - clip[0]) // frame_factor
+    return {"f": clip[1] * clips + clip[2], "l": clips, "a": round(frames * sound[0] / sound[1])}
 
 
 def phase_of(role: str, method: str) -> str:

@@ -25,6 +25,9 @@ _MOST_BYTES = 1 << 28
 _MOST_NODES, _MOST_WEIGHTS = 1 << 16, 1 << 17
 _ROLE = re.compile(r"[A-Za-z_]\w{0,63}")
 _COUNT: Callable[[Any], bool] = lambda value: type(value) is int and 0 <= value < 1 << 20  # noqa: E731
+_are_counts: Callable[[Any, int], bool] = lambda value, length: (  # noqa: E731
+    isinstance(value, list) and len(value) == length and all(map(_COUNT, value))
+)
 _ROW: Mapping[str, Callable[[Any], bool]] = {
     "dtype": lambda value: value in DTYPES,
     "vae_dtype": lambda value: value in ("", *DTYPES),
@@ -34,7 +37,12 @@ _ROW: Mapping[str, Callable[[Any], bool]] = {
     "frame_factor": lambda value: _COUNT(value) and value > 0,
     **dict.fromkeys("has_words guides unguided encodes packs converts loras".split(), lambda v: isinstance(v, bool)),
     "aside": lambda value: isinstance(value, list) and all(isinstance(role, str) for role in value),
+    "clip": lambda value: _are_counts(value, 3) and min(value) > 0,
+    "sound": lambda value: _are_counts(value, 2) and value[1] > 0,
+    "frame_range": lambda value: _are_counts(value, 2) and 0 < value[0] <= value[1],
+    "workflow": lambda value: isinstance(value, str) and value.isidentifier(),
 }  # fmt: skip
+OPTIONAL_FACTS = "clip", "sound", "frame_range", "workflow"  # that a row may lack
 
 
 def is_recording(name: Any) -> bool:
@@ -107,9 +115,9 @@ def _check(data: Any) -> None:
     _want("about", data["about"], len(data["about"]) < 256 and bool(data["about"].split()))
     for name in ("row", "modules", "vaes"):
         _want(name, data.get(name), isinstance(data.get(name), dict))
-    _want("row", data["row"], set(data["row"]) == set(_ROW))
-    for name, is_right in _ROW.items():
-        _want(f"row: {name}", data["row"][name], bool(is_right(data["row"][name])))
+    _want("row", data["row"], set(data["row"]) | {*OPTIONAL_FACTS} == set(_ROW))
+    for name, value in data["row"].items():
+        _want(f"row: {name}", value, bool(_ROW[name](value)))
     notes = data.get("notes")
     _want("notes", notes, isinstance(notes, list) and all(isinstance(note, str) for note in notes))
     roles = data.get("roles")

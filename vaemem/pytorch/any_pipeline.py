@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from vaemem.pipelines.recorded import RecordedPrediction, RecordedRequest
 from vaemem.pipelines.text import phase_of
 from vaemem.prediction.request import Software, find_card
 from vaemem.prediction.workspace import cudnn_attention, torch_for
-from vaemem.pytorch.converting import modules_of
+from vaemem.pytorch.converting import arguments_of, modules_of, tensors_of
 from vaemem.pytorch.decoding import SafeDecode
 from vaemem.pytorch.loading import Undrawn, default_dtype
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
@@ -66,7 +65,7 @@ def check_pipeline(pipe: Any) -> None:
     """Refuse what a recording would get wrong."""
     for role, module in modules_of(pipe).items():
         check_compiled(module)
-        for x in (*module.parameters(), *module.buffers()):
+        for x in tensors_of(module):
             if type(x) not in (torch.Tensor, torch.nn.Parameter):
                 advice = "vaemem.predict_pipeline knows quantised weights of known pipelines"
                 raise ArgumentError("pipe", f"plain weights in {role}", type(x).__name__, advice)
@@ -79,7 +78,7 @@ def _copy(pipe: Any, recorder: PipelineRecorder) -> Any:
     """Copy a pipeline with fake weights on the host in place of its own, and without guards of `safe_decode`."""
     fakes = dict[int, Any]()
     for role, module in modules_of(pipe).items():
-        for x in (*module.parameters(), *module.buffers()):
+        for x in tensors_of(module):
             fakes.setdefault(id(x), recorder.weight(x, role))
     copied = copy.deepcopy(pipe, fakes)
     for module in modules_of(copied).values():
@@ -92,7 +91,7 @@ def _copy(pipe: Any, recorder: PipelineRecorder) -> Any:
 def _following(pipe: Any, recorder: PipelineRecorder) -> Iterator[None]:
     """Tell the recorder which module runs, and which phase begins with a component's call."""
     modules = modules_of(pipe)
-    roles = {id(module): role for role, module in modules.items()}
+    roles = {id(m): role for role, module in modules.items() for m in module.modules()}
     names = {
         id(m): f"{role}.{name}".strip(".") for role, module in modules.items() for name, m in module.named_modules()
     }
@@ -182,7 +181,7 @@ def predict_pipeline(
     pipe = open_pipeline(source, getattr(torch, dtype)) if source else pipe
     check_pipeline(pipe)
     notes = list[str]()
-    if _STEPS in inspect.signature(type(pipe).__call__).parameters and _STEPS not in kwargs:
+    if _STEPS in arguments_of(pipe) and _STEPS not in kwargs:
         kwargs[_STEPS] = RECORDED_STEPS
         notes.append(f"{RECORDED_STEPS} steps were recorded; later ones take the same memory")
     recorder = PipelineRecorder(card, cudnn_attention(card.gpu, torch_for(card.gpu, torch_version), cudnn_version))

@@ -64,7 +64,7 @@ class PolynomialFit:
         for terms in range(1, MOST_TERMS + 1):
             for chosen in itertools.combinations(range(len(self.monomials)), terms):
                 part = self.columns[:, chosen]
-                factors, _, rank, _ = np.linalg.lstsq(part[: terms + 1], y[: terms + 1], rcond=None)
+                factors, _, rank, _ = np.linalg.lstsq(part, y, rcond=None)
                 whole = [round(factor) for factor in factors]
                 if rank < terms or 0 in whole or not np.allclose(part @ whole, y, rtol=1e-9):
                     continue

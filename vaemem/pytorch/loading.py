@@ -108,7 +108,7 @@ def build_row(row: Mapping[str, Any], device: str = "cpu") -> Any:
     """Build a pipeline from its row, a file of data/pipelines, with weights that nobody set.
 
     "components" has for each role what `make_component` takes. A tokenizer has the name "tokenizer", and settings of
-    `_tokenizer`.
+    `_tokenizer`. A modular pipeline's "workflow" chooses its blocks.
     """
     diffusers = need("diffusers", f"a pipeline {row['class']}")
     build = getattr(diffusers, row["class"], None)
@@ -124,7 +124,11 @@ def build_row(row: Mapping[str, Any], device: str = "cpu") -> Any:
                 parts[role] = make_component(component)
         else:
             parts[role] = make_component(component)
-    return build(**parts)
+    if "workflow" not in row:
+        return build(**parts)
+    pipe = build(workflow=row["workflow"])
+    pipe.update_components(**parts)
+    return pipe
 
 
 def _convert_as_loaded(module: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -162,6 +166,9 @@ def _tokenizer(length: int, template: int = 0, system: int = 0, positions: bool 
 
         def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
             return [3] if "image_pad" in text else super().encode(text, *args, **kwargs)
+
+        def create_mm_token_type_ids(self, ids: Any) -> Any:
+            return [[0] * len(one) for one in ids]
 
         def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
             if system and kwargs.get("tokenize"):

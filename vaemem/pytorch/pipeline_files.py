@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,15 +24,15 @@ from vaemem.engine.arguments import Progress, polling
 from vaemem.engine.configs import read_config
 from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
 from vaemem.pipelines.programs import Recorded
-from vaemem.pipelines.text import PipelineText
+from vaemem.pipelines.text import PipelineText, video_variables
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.held import arch_key
 from vaemem.prediction.passing import pass_vae
-from vaemem.prediction.recordings import FILE_FORMAT, SUFFIX
+from vaemem.prediction.recordings import FILE_FORMAT, OPTIONAL_FACTS, SUFFIX
 from vaemem.prediction.request import find_card
 from vaemem.pytorch.any_pipeline import check_pipeline, open_pipeline
 from vaemem.pytorch.contents import ContentsRecorder, PythonCalls
-from vaemem.pytorch.converting import modules_of
+from vaemem.pytorch.converting import arguments_of, modules_of, tensors_of
 from vaemem.pytorch.fitting import PolynomialFit, evaluate, products
 from vaemem.pytorch.loading import WORD, build_row
 from vaemem.pytorch.module_writer import (
@@ -58,7 +59,8 @@ _CHECKS = [(4, 28, 36, 3, 61, 10), (1, 52, 24, 7, 29, 6)]
 _UNGUIDED = [*_POINTS[3:9], *_POINTS[-6:]]  # the points without guidance
 _MOST_CALLS = 11  # of a component's method that are recorded; the others have the same code
 _UNIT = 4  # divisor of the points' sides
-_OF_MODULES = "n h w f p t g o".split()  # variables of a module; o: the number of its call's label
+# Variables of a module; d: different times that a denoiser gets; o: the number of its call's label.
+_OF_MODULES = "n h w f a p t g d o".split()
 _HALVED = [f"{side}{level}" for level in "123" for side in "hw"]
 _PADDED = {  # sides and frames in a VAE, which convolutions pad by two
     **{f"{side}p{level}": f"{2**level} {side} + 2" for level in range(5) for side in "hw"},
@@ -79,6 +81,8 @@ class _Calls(NamedTuple):
     unit: divisor of the latents' sides; frames: of a video for a frame of the latents
     most: images or videos in a call; 0: any number
     factor: pixels for each side of a latent's pixel
+    clip, sound: as of `Pipeline`; least_clips, least_steps: in a call
+    pieces: roles of components whose children are recorded in their place
     """
 
     given: Mapping[str, Any]
@@ -89,6 +93,11 @@ class _Calls(NamedTuple):
     unit: int = _UNIT
     frames: int = 4
     most: int = 0
+    clip: Sequence[int] = (1, 1, 1)
+    sound: Sequence[int] = (0, 1)
+    least_clips: int = 1
+    least_steps: int = 1
+    pieces: Sequence[str] = ()
 
     def points(self, of: Sequence[Sequence[int]], unguided: Sequence[Sequence[int]]) -> list[dict[str, int]]:
         """Return the variables of a text at points. If guidance can be turned off, do so at the others."""
@@ -101,17 +110,23 @@ class _Calls(NamedTuple):
         n = min(n, self.most) if self.most else n
         h, w, t = h // _UNIT * self.unit, w // _UNIT * self.unit, t if self.words == 0 else self.words or 0
         p, m = h // 2 * (w // 2), -(-t // MOST_SEQUENCE) * MOST_SEQUENCE
-        found = {"n": n, "h": h, "w": w, "f": f, "p": p, "t": t, "s": s, "g": g, "y": h, "x": w, "q": p, "m": m}
+        s += self.least_steps - 1
+        found = {"n": n, "h": h, "w": w, "p": p, "t": t, "s": s, "g": g, "y": h, "x": w, "q": p, "m": m}
+        found |= video_variables(self.frames_of(f + self.least_clips - 2), self.frames, self.clip, self.sound)
         return found | dict.fromkeys("k u c i e v".split(), 0)
+
+    def frames_of(self, clips: int) -> int:
+        """Return the frames of a video of so many clips."""
+        return self.frames * clips + self.clip[0]
 
     def ask(self, pipe: Any, at: Values) -> dict[str, Any]:
         """Return the arguments of the pipeline's call at a point. Pictures among them get the size of the point."""
-        known = inspect.signature(type(pipe).__call__).parameters
+        known = arguments_of(pipe)
         height, width = at["h"] * self.factor, at["w"] * self.factor
         asked: dict[str, Any] = {
             "prompt": "a", "height": height, "width": width, "num_inference_steps": at["s"],
             "num_images_per_prompt": at["n"], "num_videos_per_prompt": at["n"],
-            "num_frames": self.frames * (at["f"] - 1) + 1,
+            "num_frames": self.frames_of(at["l"]),
         }  # fmt: skip
         if self.words is not None:
             asked |= {"prompt": " ".join([WORD] * (at["t"] - 2 * self.pads)), "max_sequence_length": at["t"]}
@@ -138,7 +153,7 @@ def _on_meta(pipe: Any) -> Any:
     """Copy a pipeline, with weights on "meta"."""
     memo = dict[int, Any]()
     for module in modules_of(pipe).values():
-        for x in (*module.parameters(), *module.buffers()):
+        for x in tensors_of(module):
             made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             memo[id(x)] = torch.nn.Parameter(made, x.requires_grad) if isinstance(x, torch.nn.Parameter) else made
     copied = copy.deepcopy(pipe, memo)
@@ -188,6 +203,7 @@ _AREAS = ["", "h w", "h1 w1", "h2 w2", "h3 w3", "p", *"hw", *_HALVED]
 _TOKENS = ["p", "h w", "f p", "f h w"]  # of an image or a video
 _MONOMIALS = [
     *products(["", "n"], ["", "f"], _AREAS),
+    *products(["", "n"], ["a", "d"]),
     *products(["", "n"], ["t", "t t", *(f"{one} t" for one in _TOKENS), *(f"{one} {one}" for one in _TOKENS)]),
 ]  # fmt: skip
 _OF_VAES = products(["", "n"], ["", "f", "fp0", "fp1", "fp2"], [f"hp{level} wp{level}" for level in range(5)])
@@ -253,6 +269,33 @@ def _check_module(
 # ---- the file ----
 
 
+def _type_of(module: torch.nn.Module) -> str:
+    """Return the type of most of a module's weights."""
+    counts = Counter[torch.dtype]()
+    for weight in module.parameters():
+        counts[weight.dtype] += weight.numel()
+    return str(counts.most_common(1)[0][0]).removeprefix("torch.")
+
+
+def _turn_off_tiles(modules: Mapping[str, Any]) -> list[str]:
+    """Turn off the tiles of VAEs. Return notes about those that the C walk does not know."""
+    tiled = [role for role, module in modules.items() if getattr(module, "use_tiling", False)]
+    for role in tiled:
+        modules[role].use_tiling = False
+    unknown = (role for role in tiled if not _is_walked(modules[role]))
+    return [f"the {role} was recorded without its tiles" for role in unknown]
+
+
+def _find_types(modules: Mapping[str, torch.nn.Module], used: Collection[str]) -> dict[str, str]:
+    """Return the types of modules' weights. All but the VAE have the denoiser's, apart from weights in float32."""
+    types = {role: _type_of(module) for role, module in modules.items()}
+    usual = types[next((role for role in _DENOISERS if role in used), [*used][-1])]
+    others = {types[role] for role in modules if role != "vae"}
+    if others - {usual, "float32"}:
+        raise ArgumentError("pipe", "components of one type, apart from the VAE", ", ".join(sorted(others)))
+    return {role: type if role == "vae" else usual for role, type in types.items()}
+
+
 def _config_of(module: Any) -> dict[str, Any]:
     return {**module.config, "_class_name": type(module).__name__}
 
@@ -294,7 +337,9 @@ class _Recorded(NamedTuple):
             ((_, (n, _, *frames, h, w)), *_) = shapes
             return {"n": n, "f": frames[0] if frames else 1, "h": h, "w": w}
         n = shapes[0][1][0] if role in self.batched else at["n"]
-        return {**{name: at[name] for name in "hwfptg"}, "n": n, "o": self.labels[role].index(label)}
+        times = dict(shapes).get("timestep", ())
+        found = {name: at[name] for name in "hwfaptg"}
+        return found | {"n": n, "d": times[0] if times else 1, "o": self.labels[role].index(label)}
 
     def calls_of(self, role: str, of: Sequence[tuple[Values, RecordedCall]]) -> list[tuple[Values, ComponentCall]]:
         """Return the different calls of a component at each point, with its variables. ValueError if equal ones have
@@ -395,7 +440,8 @@ def record_row(row: Mapping[str, Any], progress: Progress = None) -> dict[str, A
         {**row["call"], **image}, factor, row.get("unguided"), 0 if row.get("words", True) else row["tokens"],
         row["tokens"] != CLIP_TOKENS,
         row.get("unit", 2 * factor) // factor, row.get("frame_factor", 4),
-        row.get("most_batch", 0),
+        row.get("most_batch", 0), row.get("clip", (1, 1, 1)), row.get("sound", (0, 1)), row.get("least_clips", 1),
+        row.get("least_steps", 1), row.get("pieces", ()),
     )  # fmt: skip
     return _record_file(pipe, calls, row, progress)
 
@@ -405,9 +451,10 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     pipe = _on_meta(pipe)
     pipe.set_progress_bar_config(disable=True)
     modules = modules_of(pipe)
+    notes = _turn_off_tiles(modules)
     points, checks = calls.points(_POINTS, _UNGUIDED), calls.points(_CHECKS, _CHECKS[:1])
     with polling(progress, "record", total=len(points) + len(checks)) as poll:
-        found = _record(pipe, [calls.ask(pipe, at) for at in (*points, *checks)], poll)
+        found = _record(pipe, [calls.ask(pipe, at) for at in (*points, *checks)], poll, calls.pieces)
     done = [*zip((*points, *checks), found, strict=True)]
     # The C walk encodes images only.
     of_vae = [called for call in found for called in call.calls if called.role == "vae"]
@@ -424,27 +471,27 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
         raise ArgumentError("pipe", "a VAE whose code is known", "one that the pipeline converts between its calls")
     for at, call in all_of.checked:
         check_text(PipelineText(text), at, call.events, all_of.variables)
-    types = {role: str(next(module.parameters()).dtype).removeprefix("torch.") for role, module in modules.items()}
     used = dict.fromkeys(called.role for _, call in all_of.fitted for called in call.calls)
-    made, notes = dict[str, Any](), [*dict.fromkeys(note for _, call in all_of.fitted for note in call.notes)]
+    notes += dict.fromkeys(note for _, call in all_of.fitted for note in call.notes)
+    made, types = dict[str, Any](), _find_types(modules, used)
     for role in used:
         if role not in vaes:
             made[role], said = _write_module(modules[role], types[role], all_of.calls_of(role, all_of.fitted))
             notes += said
             for values, called in all_of.calls_of(role, all_of.checked):
                 _check_module(role, made[role], modules[role], types[role], values, called)
-    others = {types[role] for role in made if role != "vae"}
-    if len(others) > 1:
-        raise ArgumentError("pipe", "components of one type, apart from the VAE", ", ".join(sorted(others)))
     for role in modules.keys() - used:  # pipe.to moves them too
         made[role] = _write_weights(modules[role], types[role])
-    chain = [role for role in (pipe.model_cpu_offload_seq or "").split("->") if role in modules]
+    sequence = getattr(pipe, "model_cpu_offload_seq", "->".join(used))  # a modular pipeline's is that of its calls
+    if not hasattr(pipe, "model_cpu_offload_seq"):
+        notes.append(f"{type(pipe).__name__} has no methods to offload it; hooks on its components are predicted")
+    chain = [role for role in (sequence or "").split("->") if role in modules]
     roles = [*chain, *(role for role in modules if role not in chain)]
-    usual = types[next((role for role in _DENOISERS if role in made), [*made][-1])]
     denoisers = {type(modules[role]).__name__ for role in _DENOISERS if role in made}
-    vae_type, methods = types.get("vae", usual), {(called.role, called.method) for called in all_of.fitted[0][1].calls}
+    usual = next(type for role, type in types.items() if role != "vae")
+    methods = {(called.role, called.method) for called in all_of.fitted[0][1].calls}
     facts = {
-        "dtype": usual, "vae_dtype": "" if vae_type == usual else vae_type,
+        "dtype": usual, "vae_dtype": "" if types["vae"] == usual else types["vae"],
         "tokens": row.get("tokens") or _tokens(all_of.fitted[0][1]), "steps": row["steps"], "most_batch": calls.most,
         "frames": row.get("frames", 0), "frame_factor": calls.frames, "factor": calls.factor,
         "unit": calls.unit * calls.factor, "has_words": calls.words == 0, "guides": calls.unguided is not None,
@@ -453,6 +500,7 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
         "longest": _longest(pipe), "loras": hasattr(pipe, "load_lora_weights"),
         "packs": bool(denoisers & {*SINGLE_FILE_LOADABLE_CLASSES}),
         "aside": [role for role in roles if role not in chain],
+        **{fact: row[fact] for fact in OPTIONAL_FACTS if fact in row},
     }  # fmt: skip
     return {
         "format": FILE_FORMAT, "about": f"{type(pipe).__name__} of {row['repository']}", "source": versions_of(),
@@ -461,13 +509,14 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     }  # fmt: skip
 
 
-def _record(pipe: Any, asked: Sequence[Mapping[str, Any]], poll: Any) -> list[RecordedCall]:
+def _record(pipe: Any, asked: Sequence[Mapping[str, Any]], poll: Any, pieces: Sequence[str]) -> list[RecordedCall]:
     def call(number: int, given: Mapping[str, Any], copied: Any) -> Any:
         if poll:
             poll(number + 1, len(asked))
         return copied(**given)
 
-    return record_calls(pipe, [functools.partial(call, i, one) for i, one in enumerate(asked)], find_card(_CARD))
+    made = [functools.partial(call, i, one) for i, one in enumerate(asked)]
+    return record_calls(pipe, made, find_card(_CARD), pieces)
 
 
 def shapes_of_all(called: ComponentCall) -> tuple[tuple[int, ...], ...]:
@@ -490,5 +539,5 @@ def _longest(pipe: Any) -> int:
 
 def _default(pipe: Any, name: str, otherwise: int) -> int:
     """Return the default of an argument of the pipeline's call, or another number if it has no whole one."""
-    default = inspect.signature(type(pipe).__call__).parameters.get(name)
-    return default.default if default and isinstance(default.default, int) else otherwise
+    default = arguments_of(pipe).get(name)
+    return default if isinstance(default, int) else otherwise

@@ -13,7 +13,7 @@ import functools
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
 from vaemem.prediction.request import Card
-from vaemem.pytorch.converting import modules_of
+from vaemem.pytorch.converting import modules_of, tensors_of
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
 from vaemem.pytorch.recorder import leaves_of, map_leaves
 
 _INNER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, contextlib, sys.modules["vaemem"]))
-_STATEFUL = {"scheduler", "guider"}  # components that keep something after a call
+_STATEFUL = "scheduler", "guider"  # endings of roles whose components keep something after a call
 _MUCH = 1 << 20  # bytes that a component keeps
 _LONGEST = 60  # characters of a tensor's name
 
@@ -38,7 +38,7 @@ _LONGEST = 60  # characters of a tensor's name
 class Event(NamedTuple):
     """Something that a pipeline does.
 
-    kind: take, free, call, convert, blas, or step, which ends a step of the scheduler
+    kind: take, free, call, enter, convert, blas, or step, which ends a step of the scheduler
     words: what has to be the same at every size: a tensor's name; role, method, and how many outputs are kept
     size: bytes
     shapes: of a call's tensors, by the parameter's name; of a list, its first tensor's
@@ -296,7 +296,7 @@ class TextRecorder(PipelineRecorder):
         fakes = dict[int, Any]()
         with setting(self, _silent=True):
             for module in modules_of(pipe).values():
-                for x in (*module.parameters(), *module.buffers()):
+                for x in tensors_of(module):
                     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
                     made = torch.nn.Parameter(made, x.requires_grad) if isinstance(x, torch.nn.Parameter) else made
                     self.adopt(made)
@@ -317,7 +317,9 @@ class TextRecorder(PipelineRecorder):
 
     def component(self, role: str, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a component, and return fake tensors like its outputs. Only they are noted, not what the call does. A
-        call like an earlier one has the same outputs."""
+        call like an earlier one has the same outputs. What a component calls is its own."""
+        if self._is_inside:
+            return run(*args, **kwargs)
         self.sweep()
         bound = inspect.signature(run).bind(*args, **kwargs).arguments
         label = self._label(role, method, bound)
@@ -448,18 +450,26 @@ def _copy_with(x: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _following(original: Any, pipe: Any, recorder: TextRecorder) -> Iterator[None]:
-    """Note calls of components, conversions of their weights, and the scheduler's steps."""
+def _following(original: Any, pipe: Any, recorder: TextRecorder, pieces: Container[str]) -> Iterator[None]:
+    """Note calls of components and of their children, conversions of their weights, and the scheduler's steps. pieces:
+    roles of components whose code counts as the pipeline's, apart from their children's"""
     originals, recorder.modules = modules_of(original), modules_of(pipe)
 
-    def calling(role: str, method: str) -> Callable[..., Any]:
-        run = getattr(recorder.modules[role], method)
-
+    def calling(role: str, method: str, run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def called(*args: Any, **kwargs: Any) -> Any:
             return recorder.component(role, method, run, args, kwargs)
 
         return called
+
+    def entering(role: str, method: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            recorder.sweep()
+            recorder.writer.mark("enter", role, method)
+            return run(*args, **kwargs)
+
+        return entered
 
     def moving(role: str, to: Callable[..., Any]) -> Callable[..., Any]:
         def moved(*args: Any, **kwargs: Any) -> Any:
@@ -475,8 +485,11 @@ def _following(original: Any, pipe: Any, recorder: TextRecorder) -> Iterator[Non
 
     wrapped = contextlib.ExitStack()
     for role, module in modules_of(pipe).items():
-        methods = {name: calling(role, name) for name in {"forward", "encode", "decode"} & {*dir(module)}}
+        names, note = {"forward", "encode", "decode"} & {*dir(module)}, entering if role in pieces else calling
+        methods = {name: note(role, name, getattr(module, name)) for name in names}
         wrapped.enter_context(setting(module, **methods, to=moving(role, module.to)))
+        for name, child in module.named_children():
+            wrapped.enter_context(setting(child, forward=calling(role, name, child.forward)))
     scheduler = pipe.scheduler
     kind = type(scheduler)
     step = kind.step
@@ -512,19 +525,22 @@ class RecordedCall(NamedTuple):
     notes: list[str]
 
 
-def record_calls(pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card) -> list[RecordedCall]:
-    """Record what a pipeline with weights on "meta" does in calls, each of them as if it were the first."""
+def record_calls(
+    pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card, pieces: Container[str] = ()
+) -> list[RecordedCall]:
+    """Record what a pipeline with weights on "meta" does in calls, each of them as if it were the first. pieces: roles
+    of components whose children are called in their place"""
     recorder, found = TextRecorder(card), list[RecordedCall]()
     with recording_pipelines(recorder), recorder.hiding():
         copied = recorder.copy(pipe)
         for call in calls:
-            for role in _STATEFUL & {*pipe.components}:
+            for role in (role for role in pipe.components if role.endswith(_STATEFUL)):
                 setattr(copied, role, copy.deepcopy(getattr(pipe, role)))
             recorder.script = recorder._trace = recorder.writer = EventWriter(recorder.writer)
             recorder.calls = []
             recorder.guesses.clear()
             recorder.recording.unmodelled.clear()
-            with _following(pipe, copied, recorder), _without_cycles():
+            with _following(pipe, copied, recorder, pieces), _without_cycles():
                 recorder.writer.hidden = False
                 output = call(copied)
                 recorder.sweep()

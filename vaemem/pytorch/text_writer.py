@@ -1,7 +1,7 @@
 """Write a pipeline's text from recordings at several sizes (`vaemem.pipelines.text` has the format).
 
 Recordings that do the same become one case. They may differ in sizes, in the number of steps, and in how often they do
-the same for each image. Which variables tell the cases apart is found here.
+the same for each image, step or clip. Which variables tell the cases apart is found here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._errors import ArgumentError
@@ -23,22 +23,28 @@ _Shapes = Sequence[tuple[str, tuple[int, ...]]]
 VariablesOf = Callable[[str, str, _Shapes, Values], Values]
 _Equation = tuple[str, str, int]  # a variable, a sign, and a number
 _Key = tuple[str, tuple[str, ...]]  # what has to be the same at every size: an event's kind and words
-_PLACES = ["", "h w", "t", "h", "w", "s", "m", "f", "f h w", "p", "y x", "q", "y", "x", "k", "g"]
+_PLACES = ["", "h w", "t", "h", "w", "s", "m", "f", "f h w", "p", "y x", "q", "y", "x", "k", "g", "l h w", "a"]
 _TELLING = "g i u c e v n s".split()  # variables that the code may decide by, the likeliest first
 _COUNTS = "n f s".split()  # "more than one" tells more of them than "seven"
 _MANY_STEPS = 5  # of these, some do the same
+_LOOPED = "n s l".split()  # numbers of repetitions: for each image, step or clip
+_MORE = 0, -1, -2  # repetitions besides one for each: the first ones may differ
 _LEAST_LOOPED = 3  # fewer repetitions may be there by accident
 
 
 class Loop(NamedTuple):
-    """What happens for each image. more: how often it happens more than there are images: 0 or -1"""
+    """What happens for each image, step or clip. more: how often it happens besides"""
 
+    of: str
     more: int
     block: tuple[_Key, ...]
 
     @property
     def times(self) -> str:
-        return "1 n" if not self.more else f"1 n + {self.more}"
+        return f"1 {self.of} + {self.more}".removesuffix(" + 0")
+
+    def count(self, at: Values) -> int:
+        return at[self.of] + self.more
 
 
 def _split(events: Sequence[Event]) -> list[list[Event]]:
@@ -74,51 +80,54 @@ def _key(event: Event) -> _Key:
     return event.kind, event.words
 
 
-def _fold(events: Sequence[Event], images: int, known: Collection[Loop] | None = None) -> list[_Key | Loop]:
-    """Find what happens for each image. known: loops that may be found; None: any"""
-    keys, folded, at = [*map(_key, events)], list[_Key | Loop](), 0
-    while at < len(keys):
-        loop = _loop_at(keys, at, images)
-        loop = loop if known is None or loop in known else None
-        folded.append(loop or keys[at])
-        at += (images + loop.more) * len(loop.block) if loop else 1
+def _fold(events: Sequence[Event], values: Values, known: Mapping[Loop, int]) -> list[_Key | Loop]:
+    """Find what happens for each image, step or clip. known: loops, and how often each was found"""
+    folded, at = list[_Key | Loop](), 0
+    while at < len(events):
+        there = (loop for loop in _loops_at(events, at, values) if loop in known)
+        loop = max(there, key=lambda one: known[one], default=None)
+        folded.append(loop or _key(events[at]))
+        at += loop.count(values) * len(loop.block) if loop else 1
     return folded
 
 
-def _find_loops(recorded: Sequence[tuple[Values, Sequence[Event]]]) -> set[Loop]:
-    """Find what happens for each image, with two numbers of images if there are two. With one it may be an accident: a
-    text encoder that keeps seven tensors, and seven images."""
-    found, images = dict[Loop, set[int]](), {at["n"] for at, _ in recorded}
+def _find_loops(recorded: Sequence[tuple[Values, Sequence[Event]]]) -> dict[Loop, int]:
+    """Find what happens for each image, step or clip, with two numbers of them if there are two. With one it may be an
+    accident: a text encoder that keeps seven tensors, and seven images. Return loops, and how often each was found."""
+    found = dict[Loop, list[int]]()
     for at, events in recorded:
-        for part in _split(events) if at["n"] >= _LEAST_LOOPED else ():
-            for item in _fold(part, at["n"]):
-                if isinstance(item, Loop):
-                    found.setdefault(item, set()).add(at["n"])
+        for part in _split(events):
+            for loop in {loop for place in range(len(part)) for loop in _loops_at(part, place, at)}:
+                found.setdefault(loop, []).append(at[loop.of])
 
     def is_confirmed(loop: Loop) -> bool:
-        return len(found[loop]) > 1 or sum(n + loop.more >= _LEAST_LOOPED for n in images) == 1
+        values = {at[loop.of] for at, _ in recorded}
+        is_accident = len(loop.block) > 1 and len({*loop.block}) == 1  # equal events, which happen to be a multiple
+        is_only = not is_accident and sum(value + loop.more >= _LEAST_LOOPED for value in values) == 1
+        return is_only or len({*found[loop]}) > 1
 
-    return {*filter(is_confirmed, found)}
+    return {loop: len(places) for loop, places in found.items() if is_confirmed(loop)}
 
 
-def _loop_at(keys: Sequence[_Key], at: int, images: int) -> Loop | None:
-    """Find a block that happens exactly once for each image from a place on, or for each image but one."""
-    for length in range(1, (len(keys) - at) // max(images - 1, 1) + 1):
-        block, times = keys[at : at + length], 1
-        while keys[at + times * length : at + (times + 1) * length] == block:
+def _loops_at(events: Sequence[Event], at: int, values: Values) -> Iterator[Loop]:
+    """Yield loops of blocks that happen once for each image, step or clip from a place on, or some times less."""
+    for length in range(1, (len(events) - at) // _LEAST_LOOPED + 1):
+        is_later = at > 0 and events[at - 1] == events[at + length - 1]  # the same loop began one event before
+        if is_later or events[at] != events[at + length]:
+            continue
+        block, times = events[at : at + length], 1
+        while events[at + times * length : at + (times + 1) * length] == block:
             times += 1
-        is_alone = at < length or keys[at - length : at] != block
-        is_accident = length > 1 and len(set(block)) == 1  # equal events, which happen to be a multiple
-        if times >= _LEAST_LOOPED and is_alone and not is_accident and times - images in (0, -1):
-            return Loop(times - images, tuple(block))
-    return None
+        if times >= _LEAST_LOOPED:
+            found = ((of, times - values[of]) for of in _LOOPED)
+            yield from (Loop(of, more, tuple(map(_key, block))) for of, more in found if more in _MORE)
 
 
-def _align(folded: Sequence[_Key | Loop], events: Sequence[Event], images: int) -> list[list[Event | None]] | None:
+def _align(folded: Sequence[_Key | Loop], events: Sequence[Event], values: Values) -> list[list[Event | None]] | None:
     """Return the events of each item's lines, None for one that does not happen; or None if the events are others."""
     found, at = list[list[Event | None]](), 0
     for item in folded:
-        block, times = (item.block, images + item.more) if isinstance(item, Loop) else ((item,), 1)
+        block, times = (item.block, item.count(values)) if isinstance(item, Loop) else ((item,), 1)
         piece = [*events[at : at + times * len(block)]]
         first = piece[: len(block)]
         if [*map(_key, piece)] != [*block] * times or piece != first * times:
@@ -136,9 +145,9 @@ def _nothing(folded: Sequence[_Key | Loop]) -> list[list[Event | None]]:
 class _Case:
     """Recordings that do the same."""
 
-    def __init__(self, at: Values, parts: Sequence[list[Event]], loops: Collection[Loop]):
+    def __init__(self, at: Values, parts: Sequence[list[Event]], loops: Mapping[Loop, int]):
         named, self.names = _name_steps(parts)
-        self.folded = [_fold(part, at["n"], loops) for part in named]
+        self.folded = [_fold(part, at, loops) for part in named]
         self.points, self.steps = list[Values](), list[int]()
         self.events = list[list[list[Event | None]]]()  # by point, item and line
 
@@ -159,7 +168,7 @@ class _Case:
         if numbers is None:
             return False
         for number, events in zip(numbers, parts, strict=True):
-            found = _align(self.folded[number], events, at["n"])
+            found = _align(self.folded[number], events, at)
             if found is None or aligned[number] not in (None, found):
                 return False
             aligned[number] = found
