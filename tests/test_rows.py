@@ -33,6 +33,7 @@ def test_the_list_of_facts_says_what_the_recordings_do(name, tmp_path):
     [
         ("kolors", "unet", 2.58), ("kolors", "text_encoder", 6.24), ("qwen-image-2.1", "transformer", 7.1),
         ("qwen-image-2.1", "text_encoder", 8.77), ("hunyuan-video-1.5", "transformer", 8.3),
+        ("wan2.2-t2v-a14b", "transformer_2", 14.3),
     ],
 )  # fmt: skip
 def test_numbers_of_parameters_are_the_published_ones(name, role, billions):

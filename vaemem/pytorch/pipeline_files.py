@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ from vaemem.pytorch.module_writer import (
 from vaemem.pytorch.recorder import NEGLIGIBLE, Recording, leaves_of
 from vaemem.pytorch.recording import record_by
 from vaemem.pytorch.text_recorder import ComponentCall, RecordedCall, record_calls, tensors_in
-from vaemem.pytorch.text_writer import Values, check_text, equations_of, write_text
+from vaemem.pytorch.text_writer import Values, check_text, count_before_change, equations_of, write_text
 
 # n images, latents h x w with sides that are multiples of 4, f frames of them, t words of the prompt, s steps.
 _POINTS = [
@@ -56,6 +57,8 @@ _POINTS = [
 _POINTS += [(*_POINTS[number][:5], steps) for number in (3, 5) for steps in (1, 2, 3)]
 _CHECKS = [(4, 28, 36, 3, 61, 10), (1, 52, 24, 7, 29, 6)]
 _UNGUIDED = [*_POINTS[3:9], *_POINTS[-6:]]  # the points without guidance
+_MOST_STEPS = 100  # for which the steps before a change of the denoiser are counted
+_TRIED_STEPS = 9  # among which a change shows
 _MOST_CALLS = 11  # of a component's method that are recorded; the others have the same code
 _UNIT = 4  # divisor of the points' sides
 _OF_MODULES = "n h w f p t g o".split()  # variables of a module; o: the number of its call's label
@@ -406,6 +409,8 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     pipe.set_progress_bar_config(disable=True)
     modules = modules_of(pipe)
     points, checks = calls.points(_POINTS, _UNGUIDED), calls.points(_CHECKS, _CHECKS[:1])
+    changes = _find_changes(pipe, calls)
+    points = [at | {"s": _lengthened(at["s"], changes)} for at in points]
     with polling(progress, "record", total=len(points) + len(checks)) as poll:
         found = _record(pipe, [calls.ask(pipe, at) for at in (*points, *checks)], poll)
     done = [*zip((*points, *checks), found, strict=True)]
@@ -419,12 +424,12 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     labels = {role: [*dict.fromkeys(called.label for called in of)] for role, of in of_roles.items()}
     all_of = _Recorded(done[: len(points)], done[len(points) :], vaes, labels, _find_batched(done))
     head = f"# {type(pipe).__name__}; {versions_of()}"
-    text = "\n".join([head, *write_text([(at, call.events) for at, call in all_of.fitted], all_of.variables)])
+    text = "\n".join([head, *write_text([(at, call.events) for at, call in all_of.fitted], all_of.variables, changes)])
     if "\nconvert " in text and not vaes:
         raise ArgumentError("pipe", "a VAE whose code is known", "one that the pipeline converts between its calls")
     for at, call in all_of.checked:
         check_text(PipelineText(text), at, call.events, all_of.variables)
-    types = {role: str(next(module.parameters()).dtype).removeprefix("torch.") for role, module in modules.items()}
+    types = {role: _type_of(module) for role, module in modules.items()}
     used = dict.fromkeys(called.role for _, call in all_of.fitted for called in call.calls)
     made, notes = dict[str, Any](), [*dict.fromkeys(note for _, call in all_of.fitted for note in call.notes)]
     for role in used:
@@ -461,13 +466,39 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     }  # fmt: skip
 
 
-def _record(pipe: Any, asked: Sequence[Mapping[str, Any]], poll: Any) -> list[RecordedCall]:
+def _type_of(module: torch.nn.Module) -> str:
+    """Return the type of most of a component's weights."""
+    sizes = Counter[torch.dtype]()
+    for x in module.parameters():
+        sizes[x.dtype] += x.numel()
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+
+
+def _find_changes(pipe: Any, calls: _Calls) -> list[int]:
+    """Count the steps before a change of the denoiser, with 1, 2, 3, ... steps. Return no counts if there is none."""
+    *_, at = calls.points(_POINTS[:1], _POINTS[:1])
+
+    def count(*steps: int) -> list[int]:
+        made = _record(pipe, [calls.ask(pipe, at | {"s": number}) for number in steps], None, calls_only=True)
+        return [count_before_change(call.events) for call in made]
+
+    return [] if count(_TRIED_STEPS) == [_TRIED_STEPS] else count(*range(1, _MOST_STEPS + 1))
+
+
+def _lengthened(steps: int, changes: Sequence[int]) -> int:
+    """Return the least number of steps with this many before a change, and after it; of 3 steps or fewer, the number."""
+    found = (number for number, before in enumerate(changes, 1) if min(before, number - before) >= steps)
+    return next(found, steps) if steps > 3 else steps
+
+
+def _record(pipe: Any, asked: Sequence[Mapping[str, Any]], poll: Any, calls_only: bool = False) -> list[RecordedCall]:
     def call(number: int, given: Mapping[str, Any], copied: Any) -> Any:
         if poll:
             poll(number + 1, len(asked))
         return copied(**given)
 
-    return record_calls(pipe, [functools.partial(call, i, one) for i, one in enumerate(asked)], find_card(_CARD))
+    called = [functools.partial(call, i, one) for i, one in enumerate(asked)]
+    return record_calls(pipe, called, find_card(_CARD), calls_only)
 
 
 def shapes_of_all(called: ComponentCall) -> tuple[tuple[int, ...], ...]:

@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vaemem._common import setting
@@ -251,7 +251,8 @@ def _once_for_all_layers(module: torch.nn.Module) -> Iterator[None]:
         return called
 
     with contextlib.ExitStack() as wrapped:
-        for number, layers in enumerate(m for m in module.modules() if isinstance(m, torch.nn.ModuleList)):
+        lists = (m for m in module.modules() if isinstance(m, torch.nn.ModuleList))
+        for number, layers in enumerate([m for m in each if m is not None] for each in lists):
             kinds = {(type(m), *((n, x.shape, x.dtype) for n, x in m.named_parameters())) for m in layers}
             if len(layers) > 2 and len(kinds) == 1:
                 for layer in layers:
@@ -290,6 +291,7 @@ class TextRecorder(PipelineRecorder):
         self._is_inside = False  # whether a component runs
         self.retaining = dict[str, None]()  # roles of components that keep memory after a call
         self._forms = dict[tuple[str, str], list[Any]]()  # of a method's calls: their arguments, without sizes
+        self._reads = 0  # of contents
 
     def copy(self, pipe: Any) -> Any:
         """Copy a pipeline, with fake weights on the card."""
@@ -323,17 +325,21 @@ class TextRecorder(PipelineRecorder):
         label = self._label(role, method, bound)
         self.writer.call(role, label, bound)
         del bound
-        given = [*map(self._told, leaves_of((args, kwargs)))]
+        given = leaves_of((args, kwargs))
+        sizes = role, method, *map(self._told, given)
+        key = sizes if sizes in self._outputs else (*sizes, *map(self._told_contents, given))
+        del given
         meta_args, meta_kwargs = map_leaves(self._on_meta, (args, kwargs))
         shapes = self.writer.events[-1].shapes
         self.calls.append(ComponentCall(role, method, label, meta_args, meta_kwargs, shapes))
-        key = role, method, *given
         if key not in self._outputs:
-            unmodelled, guesses = {**self.recording.unmodelled}, self.guesses.copy()
+            unmodelled, guesses, reads = {**self.recording.unmodelled}, self.guesses.copy(), self._reads
             with self.hiding():
                 before = sum(self.writer.inside.values())
                 with setting(self, _is_inside=True), _once_for_all_layers(self.modules[role]):
                     output = run(*args, **kwargs)
+                if reads == self._reads and not any(self.contents(x) is not None for x in tensors_in(output)):
+                    key = sizes
                 self._outputs[key] = self._to_meta(output)
                 del output
                 self.sweep()
@@ -357,8 +363,17 @@ class TextRecorder(PipelineRecorder):
         number = known.index(form)
         return f"{method}{number + 1}" if number else method
 
+    def read(self, x: torch.Tensor) -> Any:
+        self._reads += 1
+        return super().read(x)
+
+    def by_contents(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._reads += 1
+        return super().by_contents(func, args, kwargs)
+
     def numbers(self, x: torch.Tensor) -> torch.Tensor:
         """Return the contents; zeros if they are unknown, and ones within a component: masks have ones."""
+        self._reads += 1
         if self._is_inside and self.contents(x) is None:
             with unset_fake_temporarily():
                 return torch.ones(x.shape, dtype=x.dtype)
@@ -369,11 +384,16 @@ class TextRecorder(PipelineRecorder):
         return [*super().notes(), *kept]
 
     def _told(self, x: Any) -> Any:
-        """Return what a call's outputs depend on."""
+        """Return what a call's outputs depend on, apart from contents that only fake tensors have."""
         if not isinstance(x, torch.Tensor):
             return repr(x)
-        known = None if x.is_floating_point() else self.contents(x)
-        return x.shape, x.stride(), x.dtype, None if known is None else known.numpy().tobytes()
+        return x.shape, x.stride(), x.dtype, None if isinstance(x, FakeTensor) else self._told_contents(x)
+
+    def _told_contents(self, x: Any) -> Any:
+        """Return a tensor's whole numbers."""
+        is_whole = isinstance(x, torch.Tensor) and not x.is_floating_point()
+        known = self.contents(x) if is_whole else None
+        return None if known is None else known.numpy().tobytes()
 
     def _on_meta(self, x: Any) -> Any:
         """Copy a tensor to "meta", with its contents; return anything else as it is."""
@@ -448,8 +468,9 @@ def _copy_with(x: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _following(original: Any, pipe: Any, recorder: TextRecorder) -> Iterator[None]:
-    """Note calls of components, conversions of their weights, and the scheduler's steps."""
+def _following(original: Any, pipe: Any, recorder: TextRecorder, skips: bool) -> Iterator[None]:
+    """Note calls of components, conversions of their weights, and the scheduler's steps. skips: whether all steps but
+    the first do nothing"""
     originals, recorder.modules = modules_of(original), modules_of(pipe)
 
     def calling(role: str, method: str) -> Callable[..., Any]:
@@ -480,11 +501,13 @@ def _following(original: Any, pipe: Any, recorder: TextRecorder) -> Iterator[Non
     scheduler = pipe.scheduler
     kind = type(scheduler)
     step = kind.step
+    returned = list[Any]()  # by the first step, if the others do nothing
 
     @functools.wraps(step)
     def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = step(self, *args, **kwargs)
+        out = returned[0] if returned and self is scheduler else step(self, *args, **kwargs)
         if self is scheduler:  # a copy makes no steps of its own
+            returned.extend([out] * skips)
             recorder.sweep()
             recorder.writer.mark("step")
         return out
@@ -495,12 +518,14 @@ def _following(original: Any, pipe: Any, recorder: TextRecorder) -> Iterator[Non
 
 @contextlib.contextmanager
 def _without_cycles() -> Iterator[None]:
-    """Let Python's garbage collector, which frees cycles of objects now and then, free none."""
+    """Let Python's garbage collector free cycles of objects only if it is called, and only cycles of new objects."""
     gc.collect()
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.enable()
 
 
@@ -512,10 +537,15 @@ class RecordedCall(NamedTuple):
     notes: list[str]
 
 
-def record_calls(pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card) -> list[RecordedCall]:
-    """Record what a pipeline with weights on "meta" does in calls, each of them as if it were the first."""
+def record_calls(
+    pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card, calls_only: bool = False
+) -> list[RecordedCall]:
+    """Record what a pipeline with weights on "meta" does in calls, each of them as if it were the first.
+
+    calls_only: note no tensors, and let all steps of the scheduler but the first do nothing
+    """
     recorder, found = TextRecorder(card), list[RecordedCall]()
-    with recording_pipelines(recorder), recorder.hiding():
+    with recording_pipelines(recorder), recorder.hiding(), _without_cycles():
         copied = recorder.copy(pipe)
         for call in calls:
             for role in _STATEFUL & {*pipe.components}:
@@ -524,8 +554,9 @@ def record_calls(pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card) -
             recorder.calls = []
             recorder.guesses.clear()
             recorder.recording.unmodelled.clear()
-            with _following(pipe, copied, recorder), _without_cycles():
-                recorder.writer.hidden = False
+            gc.collect()
+            with _following(pipe, copied, recorder, calls_only):
+                recorder.writer.hidden = calls_only
                 output = call(copied)
                 recorder.sweep()
                 del output
