@@ -486,7 +486,7 @@ def _find_changes(pipe: Any, calls: _Calls) -> list[int]:
 
 
 def _lengthened(steps: int, changes: Sequence[int]) -> int:
-    """Return the least number of steps with this many before a change, and after it; of 3 steps or fewer, the number."""
+    """Return the least number of steps with this many before a change, and after it. Up to 3 stay as they are."""
     found = (number for number, before in enumerate(changes, 1) if min(before, number - before) >= steps)
     return next(found, steps) if steps > 3 else steps
 
