@@ -92,12 +92,16 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     known = shipped_models()
     if isinstance(model, str) and is_recorded_component(model):
         data, role = find_component(model)
-        config = data["vaes"][role]
-        return _of_videos(read_config(config), config.get("_class_name") == "AutoencoderKLWan")
+        return configured_architecture(data["vaes"][role])
     is_path = isinstance(model, str) and model not in known and os.path.exists(model)
     if is_path or isinstance(model, Mapping | os.PathLike):
         return read_config(model)
     return dict(_named_architecture(model))
+
+
+def configured_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arch dict of a VAE's config that names its class."""
+    return _of_videos(read_config(config), config.get("_class_name") == "AutoencoderKLWan")
 
 
 @functools.lru_cache(maxsize=256)
