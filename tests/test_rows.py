@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
@@ -72,9 +73,10 @@ import torch_pipelines
 from vaemem.pipelines.programs import Recorded
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch import predict_pipeline as predict_any
+from vaemem.pytorch.equal_layers import calling_layers
 from vaemem.pytorch.fitting import PolynomialFit, products
 from vaemem.pytorch.loading import WORD, build_row
-from vaemem.pytorch.module_writer import ScriptRecorder, Writer, settle, weights_text
+from vaemem.pytorch.module_writer import ModuleCall, ScriptRecorder, Writer, settle, weights_text
 from vaemem.pytorch.pipeline_files import record_row
 from vaemem.pytorch.recorder import Recorder, Recording
 from vaemem.pytorch.recording import record_by
@@ -155,6 +157,53 @@ def test_any_convolution_is_recorded_with_its_sizes():
     own, found = run(Recorder(Recording(), gpu), 2, 12, 16), Recorded("x", data).trace("float32", gpu, n=2, h=12, w=16)
     assert settle(own.steps) == settle(found.steps) and own.convs == found.convs and len(own.convs) == 5
     assert own.flops == found.flops
+
+
+class Layer(torch.nn.Module):
+    """Keeps its input until it returns, and a tensor between its calls if it has to."""
+
+    def __init__(self, wide: bool, keeps: bool):
+        super().__init__()
+        self.wide, self.keeps, self.kept = wide, keeps, ()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        more = torch.cat([x, x]) if self.wide else x + 1
+        self.kept = (more + 2,) if self.keeps else ()
+        return self.inner(x).relu(), (more[: len(y)] + y).transpose(0, 1).contiguous().t()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_layer_is_recorded_once_for_all_equal_ones(keeps):
+    """The events are the same, in the same order. A layer that keeps memory is no such layer."""
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Layer(number % 3 == 0, keeps) for number in range(9))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x, y = layer(x, y)
+            return x + y
+
+    def record(layers_once: bool) -> list[object]:
+        with torch.device("meta"):
+            module, given = Layers().eval(), torch.empty(5, 8)
+        recorder, ran = ScriptRecorder("Layers"), []
+        follow = calling_layers(module, lambda key, run, *given: recorder.repeat(key, counted(run, ran), *given))
+        with follow if layers_once else contextlib.nullcontext():
+            record_by(recorder, module, (given, given), {})
+        assert not layers_once or len(ran) == (9 if keeps else 3)  # the first has other strides
+        return listed(recorder.script.calls[0])
+
+    def counted(run, ran):
+        return lambda *args, **kwargs: ran.append(1) or run(*args, **kwargs)
+
+    def listed(call):
+        return [call.name, *(listed(one) if isinstance(one, ModuleCall) else one for one in call)]
+
+    assert record(True) == record(False)
 
 
 @pytest.mark.thorough

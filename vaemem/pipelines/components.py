@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
@@ -65,6 +65,7 @@ class Pipeline(NamedTuple):
     text: the pipeline that has the same text in vaemem/data/pipelines, if another has
     unit: divisor of the image's sides, if that does not follow from the denoiser
     frame_factor: frames of a video per frame of its latents, after the first one
+    sound: latents of the video's sound for some frames, and the number of these frames
     recording: the path of its recording, if it has one
     has_words: whether it is known with prompts of any length
     loras: whether it has load_lora_weights
@@ -100,6 +101,7 @@ class Pipeline(NamedTuple):
     text: str = ""
     unit: int = 0
     frame_factor: int = 4
+    sound: tuple[int, int] = (0, 1)
     recording: str = ""
     has_words: bool = True
     loras: bool = True
@@ -162,6 +164,12 @@ def scale_edited(height: int, width: int) -> tuple[int, int]:
     return round(wide * height / width / 32) * 32, round(wide / 32) * 32
 
 
+def count_sound(frames: int, sound: Sequence[int]) -> int:
+    """Count the latents of a video's sound. sound: as of `Pipeline`"""
+    latents, for_frames = sound
+    return round(frames * latents / for_frames)
+
+
 def count_seen(height: int, width: int) -> int:
     """Count the tokens of an image for Qwen2.5-VL, which takes 28x28 pixels as one."""
     return round(height / 28) * round(width / 28)
@@ -187,7 +195,7 @@ def _read_row(path: str, data: Mapping[str, Any]) -> Pipeline:
     return Pipeline(
         data["about"], parts, most_tokens=MOST_SEQUENCE if row["has_words"] else row["tokens"], begins=False,
         since=LAST_DIFFUSERS, inputs=1 + row["encodes"], aside={role: "" for role in row["aside"]},
-        recording=path, notes=tuple(data["notes"]), **facts,
+        recording=path, notes=tuple(data["notes"]), sound=tuple(row.get("sound", (0, 1))), **facts,
     )  # fmt: skip
 
 

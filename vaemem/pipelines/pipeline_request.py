@@ -18,6 +18,7 @@ from vaemem.pipelines.components import (
     VAE_STRIDE,
     Pipeline,
     count_seen,
+    count_sound,
     is_vae,
     scale_edited,
 )
@@ -106,7 +107,7 @@ class PipelineRequest(Request):
         return variables_of(
             self.pipeline, self.height, self.width, n=self.batch, f=self.latent_frames, t=self.tokens, s=self.steps,
             e=ELEMENT_BYTES[self.dtype], v=ELEMENT_BYTES[vae.dtype], g=int(self.guided), u=int(vae.upcast),
-            c=int("safety_checker" in roles), i=int(self.image),
+            c=int("safety_checker" in roles), i=int(self.image), a=count_sound(self.frames, self.pipeline.sound),
         )  # fmt: skip
 
     @property
@@ -261,7 +262,7 @@ def variables_of(pipeline: Pipeline, height: int, width: int, **more: int) -> di
     (h, w), (y, x) = ((a // pipeline.factor, b // pipeline.factor) for a, b in ((height, width), sides))
     padded = -(-more["t"] // MOST_SEQUENCE) * MOST_SEQUENCE
     patches = {"p": h // 2 * (w // 2), "q": y // 2 * (x // 2), "k": count_seen(*sides)}
-    return {"h": h, "w": w, "y": y, "x": x, "m": padded, **patches, **more}
+    return {"h": h, "w": w, "y": y, "x": x, "m": padded, "a": 0, **patches, **more}
 
 
 def is_tile(side: str, unit: int) -> bool:

@@ -27,6 +27,7 @@ A size is a polynomial: ``"1280 n h w + 640"``. Its variables are
     n, t, s         images, tokens of the prompt, steps
     m               tokens with padding to a multiple of 512
     h, w, f, p      sides of the latents, their frames, and patches of 2 x 2 in one of them
+    a               latents of the sound
     y, x, q, k      sides and patches of the latents of an image that goes in, as the pipeline scales it, and its tokens
                     for a text encoder
     e, v            bytes of an element of the denoiser and of the VAE
@@ -46,7 +47,7 @@ from vaemem._common import shipped
 from vaemem._errors import ArgumentError, inside
 from vaemem.prediction.recordings import find_component, is_recorded_component
 
-VARIABLES = "n h w f p y x q k t m s e v g u c i".split()
+VARIABLES = "n h w f p a y x q k t m s e v g u c i".split()
 _PHASES = {  # of roles with these words
     "text_encoder": "encode prompt", "connectors": "encode prompt", "image_encoder": "encode image",
     "vocoder": "decode",

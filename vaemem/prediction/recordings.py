@@ -34,7 +34,9 @@ _ROW: Mapping[str, Callable[[Any], bool]] = {
     "frame_factor": lambda value: _COUNT(value) and value > 0,
     **dict.fromkeys("has_words guides unguided encodes packs converts loras".split(), lambda v: isinstance(v, bool)),
     "aside": lambda value: isinstance(value, list) and all(isinstance(role, str) for role in value),
+    "sound": lambda value: isinstance(value, list) and len(value) == 2 and all(map(_COUNT, value)) and value[1] > 0,
 }  # fmt: skip
+_NEWER = {"sound"}  # facts that older files lack
 
 
 def is_recording(name: Any) -> bool:
@@ -107,9 +109,9 @@ def _check(data: Any) -> None:
     _want("about", data["about"], len(data["about"]) < 256 and bool(data["about"].split()))
     for name in ("row", "modules", "vaes"):
         _want(name, data.get(name), isinstance(data.get(name), dict))
-    _want("row", data["row"], set(data["row"]) == set(_ROW))
-    for name, is_right in _ROW.items():
-        _want(f"row: {name}", data["row"][name], bool(is_right(data["row"][name])))
+    _want("row", data["row"], {*_ROW} - _NEWER <= {*data["row"]} <= {*_ROW})
+    for name, fact in data["row"].items():
+        _want(f"row: {name}", fact, bool(_ROW[name](fact)))
     notes = data.get("notes")
     _want("notes", notes, isinstance(notes, list) and all(isinstance(note, str) for note in notes))
     roles = data.get("roles")

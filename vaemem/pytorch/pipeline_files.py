@@ -21,8 +21,7 @@ from vaemem._common import DTYPES, check_writable, grouped, meant, whole, write
 from vaemem._errors import ArgumentError
 from vaemem._types import Dtype
 from vaemem.engine.arguments import Progress, polling
-from vaemem.engine.configs import read_config
-from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
+from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE, count_sound
 from vaemem.pipelines.programs import Recorded
 from vaemem.pipelines.text import PipelineText
 from vaemem.prediction.gpus import Gpu
@@ -30,9 +29,11 @@ from vaemem.prediction.held import arch_key
 from vaemem.prediction.passing import pass_vae
 from vaemem.prediction.recordings import FILE_FORMAT, SUFFIX
 from vaemem.prediction.request import find_card
+from vaemem.prediction.runtimes import configured_architecture
 from vaemem.pytorch.any_pipeline import check_pipeline, open_pipeline
 from vaemem.pytorch.contents import ContentsRecorder, PythonCalls
 from vaemem.pytorch.converting import modules_of
+from vaemem.pytorch.equal_layers import calling_layers
 from vaemem.pytorch.fitting import PolynomialFit, evaluate, products
 from vaemem.pytorch.loading import WORD, build_row
 from vaemem.pytorch.module_writer import (
@@ -61,7 +62,7 @@ _MOST_STEPS = 100  # for which the steps before a change of the denoiser are cou
 _TRIED_STEPS = 9  # among which a change shows
 _MOST_CALLS = 11  # of a component's method that are recorded; the others have the same code
 _UNIT = 4  # divisor of the points' sides
-_OF_MODULES = "n h w f p t g o".split()  # variables of a module; o: the number of its call's label
+_OF_MODULES = "n h w f p a t g o".split()  # variables of a module; o: the number of its call's label
 _HALVED = [f"{side}{level}" for level in "123" for side in "hw"]
 _PADDED = {  # sides and frames in a VAE, which convolutions pad by two
     **{f"{side}p{level}": f"{2**level} {side} + 2" for level in range(5) for side in "hw"},
@@ -81,6 +82,7 @@ class _Calls(NamedTuple):
     pads: whether the tokenizer pads prompts to that length; then there is padding
     unit: divisor of the latents' sides; frames: of a video for a frame of the latents
     most: images or videos in a call; 0: any number
+    sound: as of `Pipeline`
     factor: pixels for each side of a latent's pixel
     """
 
@@ -92,6 +94,7 @@ class _Calls(NamedTuple):
     unit: int = _UNIT
     frames: int = 4
     most: int = 0
+    sound: Sequence[int] = (0, 1)
 
     def points(self, of: Sequence[Sequence[int]], unguided: Sequence[Sequence[int]]) -> list[dict[str, int]]:
         """Return the variables of a text at points. If guidance can be turned off, do so at the others."""
@@ -104,7 +107,8 @@ class _Calls(NamedTuple):
         n = min(n, self.most) if self.most else n
         h, w, t = h // _UNIT * self.unit, w // _UNIT * self.unit, t if self.words == 0 else self.words or 0
         p, m = h // 2 * (w // 2), -(-t // MOST_SEQUENCE) * MOST_SEQUENCE
-        found = {"n": n, "h": h, "w": w, "f": f, "p": p, "t": t, "s": s, "g": g, "y": h, "x": w, "q": p, "m": m}
+        a = count_sound(self.frames * (f - 1) + 1, self.sound)
+        found = {"n": n, "h": h, "w": w, "f": f, "p": p, "a": a, "t": t, "s": s, "g": g, "y": h, "x": w, "q": p, "m": m}
         return found | dict.fromkeys("k u c i e v".split(), 0)
 
     def ask(self, pipe: Any, at: Values) -> dict[str, Any]:
@@ -158,13 +162,17 @@ def _record_module(
 ) -> tuple[Any, list[str]]:
     """Record a component's call. Only the outputs that the pipeline keeps live on. Return the trace, and notes about
     uncounted memory and guesses."""
-    recorder = recorder or ScriptRecorder(type(module).__name__)
+    layers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if recorder is None:
+        recorder = script = ScriptRecorder(type(module).__name__)
+        layers = calling_layers(module, script.repeat)
 
     def run(m: Any, *args: Any, **kwargs: Any) -> Any:
         call = m if called.method == "forward" else getattr(m, called.method)
         return _kept(recorder, call(*args, **kwargs), called.kept)
 
-    recording = record_by(recorder, module, called.args, dict(called.kwargs), run, python=PythonCalls)
+    with layers:
+        recording = record_by(recorder, module, called.args, dict(called.kwargs), run, python=PythonCalls)
     missing = (what for what in recording.unmodelled if what not in NEGLIGIBLE)
     notes = [f"not counted: {what} in the {called.role}" for what in missing]
     asked = "asked whether unknown contents are true; True was assumed"
@@ -190,7 +198,7 @@ def _derived(at: Values) -> dict[str, int]:
 _AREAS = ["", "h w", "h1 w1", "h2 w2", "h3 w3", "p", *"hw", *_HALVED]
 _TOKENS = ["p", "h w", "f p", "f h w"]  # of an image or a video
 _MONOMIALS = [
-    *products(["", "n"], ["", "f"], _AREAS),
+    *products(["", "n"], ["", "f"], _AREAS), "a", "n a",
     *products(["", "n"], ["t", "t t", *(f"{one} t" for one in _TOKENS), *(f"{one} {one}" for one in _TOKENS)]),
 ]  # fmt: skip
 _OF_VAES = products(["", "n"], ["", "f", "fp0", "fp1", "fp2"], [f"hp{level} wp{level}" for level in range(5)])
@@ -260,20 +268,18 @@ def _config_of(module: Any) -> dict[str, Any]:
     return {**module.config, "_class_name": type(module).__name__}
 
 
-def _is_walked(module: torch.nn.Module) -> bool:
-    """Tell whether the C walk knows a VAE, also when its weights are sent for its submodules' calls."""
+def _is_walked(module: torch.nn.Module, calls: Sequence[ComponentCall]) -> bool:
+    """Tell whether the C walk knows a VAE's calls, also when its weights are sent for its submodules' calls."""
+    of_videos = {(one.method, any(len(shape) == 5 and shape[2] > 1 for _, shape in one.shapes)) for one in calls}
     try:
-        arch = read_config(_config_of(module))
+        arch = configured_architecture(_config_of(module))
         passing = pass_vae(arch_key(arch), "float32")
-        _core.Trace.vae(arch, "diffusers", "decode", "float32", 64, 64, passing=passing)
+        for method, is_video in of_videos:
+            frames = 1 + is_video
+            _core.Trace.vae(arch, "diffusers", method, "float32", 64, 64, passing=passing, frames=frames)
     except (ValueError, AttributeError):
         return False
     return True
-
-
-def _encodes_frames(called: ComponentCall) -> bool:
-    """Tell whether a VAE's call encodes several frames."""
-    return called.method == "encode" and any(len(shape) == 5 and shape[2] > 1 for _, shape in called.shapes)
 
 
 class _Recorded(NamedTuple):
@@ -297,7 +303,7 @@ class _Recorded(NamedTuple):
             ((_, (n, _, *frames, h, w)), *_) = shapes
             return {"n": n, "f": frames[0] if frames else 1, "h": h, "w": w}
         n = shapes[0][1][0] if role in self.batched else at["n"]
-        return {**{name: at[name] for name in "hwfptg"}, "n": n, "o": self.labels[role].index(label)}
+        return {**{name: at[name] for name in "hwfpatg"}, "n": n, "o": self.labels[role].index(label)}
 
     def calls_of(self, role: str, of: Sequence[tuple[Values, RecordedCall]]) -> list[tuple[Values, ComponentCall]]:
         """Return the different calls of a component at each point, with its variables. ValueError if equal ones have
@@ -398,7 +404,7 @@ def record_row(row: Mapping[str, Any], progress: Progress = None) -> dict[str, A
         {**row["call"], **image}, factor, row.get("unguided"), 0 if row.get("words", True) else row["tokens"],
         row["tokens"] != CLIP_TOKENS,
         row.get("unit", 2 * factor) // factor, row.get("frame_factor", 4),
-        row.get("most_batch", 0),
+        row.get("most_batch", 0), row.get("sound", (0, 1)),
     )  # fmt: skip
     return _record_file(pipe, calls, row, progress)
 
@@ -414,12 +420,10 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     with polling(progress, "record", total=len(points) + len(checks)) as poll:
         found = _record(pipe, [calls.ask(pipe, at) for at in (*points, *checks)], poll)
     done = [*zip((*points, *checks), found, strict=True)]
-    # The C walk encodes images only.
     of_vae = [called for call in found for called in call.calls if called.role == "vae"]
-    is_walked = "vae" in modules and _is_walked(modules["vae"]) and not any(map(_encodes_frames, of_vae))
     if not of_vae:
         raise ArgumentError("pipe", "a VAE, whose role is vae", ", ".join(modules))
-    vaes = {"vae": modules["vae"]} if is_walked else {}
+    vaes = {"vae": modules["vae"]} if _is_walked(modules["vae"], of_vae) else {}
     of_roles = grouped((called for call in found for called in call.calls), lambda called: called.role)
     labels = {role: [*dict.fromkeys(called.label for called in of)] for role, of in of_roles.items()}
     all_of = _Recorded(done[: len(points)], done[len(points) :], vaes, labels, _find_batched(done))
@@ -451,7 +455,7 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     facts = {
         "dtype": usual, "vae_dtype": "" if vae_type == usual else vae_type,
         "tokens": row.get("tokens") or _tokens(all_of.fitted[0][1]), "steps": row["steps"], "most_batch": calls.most,
-        "frames": row.get("frames", 0), "frame_factor": calls.frames, "factor": calls.factor,
+        "frames": row.get("frames", 0), "frame_factor": calls.frames, "factor": calls.factor, "sound": calls.sound,
         "unit": calls.unit * calls.factor, "has_words": calls.words == 0, "guides": calls.unguided is not None,
         "unguided": not row.get("guides", True), "converts": "\nconvert vae float32" in text,
         "encodes": ("vae", "encode") in methods,

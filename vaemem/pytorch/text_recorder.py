@@ -26,6 +26,7 @@ from vaemem._common import setting
 from vaemem._errors import ArgumentError
 from vaemem.prediction.request import Card
 from vaemem.pytorch.converting import modules_of
+from vaemem.pytorch.equal_layers import calling_layers, is_plain
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
 from vaemem.pytorch.recorder import leaves_of, map_leaves
 
@@ -215,49 +216,19 @@ def _name_here() -> str:
 # ---- components ----
 
 
-_PLAIN = (torch.Tensor, torch.dtype, torch.device, str, int, float, bool, type(None))
-
-
-def _is_plain(x: Any) -> bool:
-    """Tell whether nobody can change an object, apart from a tensor's contents."""
-    return isinstance(x, _PLAIN) or (isinstance(x, tuple) and all(map(_is_plain, x)))
-
-
-@contextlib.contextmanager
-def _once_for_all_layers(module: torch.nn.Module) -> Iterator[None]:
-    """Let a layer of a list return what an equal call of another one returned, as new tensors. Only the outputs' sizes
-    count here, and running each layer takes most of the time."""
-    known = dict[Any, Any]()
-
-    def calling(number: int, run: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(run)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            leaves = leaves_of((args, kwargs))
-            if not all(map(_is_plain, (*args, *kwargs.values()))):
-                return run(*args, **kwargs)  # it may change an object
-            told = ((x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
-            key = number, tuple(kwargs), *told
-            if key in known:
-                return map_leaves(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, known[key])
-            out = run(*args, **kwargs)
-            made = [x for x in leaves_of(out) if isinstance(x, torch.Tensor)]
-            given = {x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor)}
-            own = {x.untyped_storage()._cdata for x in made}
-            is_new = len(own) == len(made) and not own & given and not any(x._is_view() for x in made)
-            if is_new and _is_plain(out):
-                known[key] = out
-            return out
-
-        return called
-
-    with contextlib.ExitStack() as wrapped:
-        lists = (m for m in module.modules() if isinstance(m, torch.nn.ModuleList))
-        for number, layers in enumerate([m for m in each if m is not None] for each in lists):
-            kinds = {(type(m), *((n, x.shape, x.dtype) for n, x in m.named_parameters())) for m in layers}
-            if len(layers) > 2 and len(kinds) == 1:
-                for layer in layers:
-                    wrapped.enter_context(setting(layer, forward=calling(number, layer.forward)))
-        yield
+def _repeat_sizes(known: dict[Any, Any], key: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a layer; or return what an equal call of another one returned, as new tensors. Only the outputs' sizes count
+    here."""
+    if key in known:
+        return map_leaves(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, known[key])
+    out = run(*args, **kwargs)
+    made = [x for x in leaves_of(out) if isinstance(x, torch.Tensor)]
+    given = {x.untyped_storage()._cdata for x in leaves_of((args, kwargs)) if isinstance(x, torch.Tensor)}
+    own = {x.untyped_storage()._cdata for x in made}
+    is_new = len(own) == len(made) and not own & given and not any(x._is_view() for x in made)
+    if is_new and is_plain(out):
+        known[key] = out
+    return out
 
 
 class ComponentCall(NamedTuple):
@@ -336,7 +307,8 @@ class TextRecorder(PipelineRecorder):
             unmodelled, guesses, reads = {**self.recording.unmodelled}, self.guesses.copy(), self._reads
             with self.hiding():
                 before = sum(self.writer.inside.values())
-                with setting(self, _is_inside=True), _once_for_all_layers(self.modules[role]):
+                repeat = functools.partial(_repeat_sizes, {})
+                with setting(self, _is_inside=True), calling_layers(self.modules[role], repeat):
                     output = run(*args, **kwargs)
                 if reads == self._reads and not any(self.contents(x) is not None for x in tensors_in(output)):
                     key = sizes
