@@ -435,7 +435,8 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
         check_text(PipelineText(text), at, call.events, all_of.variables)
     types = {role: _type_of(module) for role, module in modules.items()}
     used = dict.fromkeys(called.role for _, call in all_of.fitted for called in call.calls)
-    made, notes = dict[str, Any](), [*dict.fromkeys(note for _, call in all_of.fitted for note in call.notes)]
+    noted = (re.sub(r" \(\d+ times\)", "", note) for _, call in all_of.fitted for note in call.notes)
+    made, notes = dict[str, Any](), [*dict.fromkeys(noted)]
     for role in used:
         if role not in vaes:
             made[role], said = _write_module(modules[role], types[role], all_of.calls_of(role, all_of.fitted))
