@@ -23,11 +23,13 @@ def is_plain(x: Any) -> bool:
 
 
 def _kind_of(layer: torch.nn.Module) -> Hashable:
-    """Return what a layer has in common with equal ones: its weights' sizes, and its switches."""
+    """Return what a layer has in common with equal ones: its weights' sizes, and its settings. Whole numbers do not
+    count, because one may be the layer's place in the list."""
     weights = tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
     states = (vars(part).items() for part in layer.modules())
-    switches = tuple((name, x) for state in states for name, x in state if x is None or isinstance(x, bool | str))
-    return type(layer), weights, switches
+    kinds = bool | str | float | tuple
+    settings = tuple((name, repr(x)) for state in states for name, x in state if x is None or isinstance(x, kinds))
+    return type(layer), weights, settings
 
 
 @contextlib.contextmanager
