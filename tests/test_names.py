@@ -129,7 +129,7 @@ SHARED = [
     ("lodestones/Chroma1-HD", "flux", "chroma"), ("Alpha-VLLM/Lumina-Image-2.0", "flux", ""),
     ("HiDream-ai/HiDream-I1-Full", "flux", ""), ("Qwen/Qwen-Image-Edit-2511", "qwen-image", ""),
     ("Qwen/Qwen-Image-2512", "qwen-image", "qwen-image"),
-    ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "wan2.1", ""), ("wan-ai/wan2.2-i2v-a14b", "wan2.1", ""),
+    ("Wan-AI/Wan2.1-VACE-14B-diffusers", "wan2.1", ""), ("wan-ai/wan2.1-vace-1.3b", "wan2.1", ""),
     ("black-forest-labs/FLUX.1-Depth-dev", "flux", ""), ("FLUX.1-Canny-dev", "flux", ""),
     ("Wan-AI/Wan2.1-VACE-14B", "wan2.1", ""), ("krea/Krea-2-Turbo", "qwen-image", "krea2-turbo"),
     ("anima", "qwen-image", ""), ("Z-Image-Edit", "zimage", ""),

@@ -16,7 +16,8 @@ from errors import refused
 import vaemem
 from vaemem import FileError, predict_pipeline
 from vaemem.pipelines.components import PIPELINES
-from vaemem.prediction.recordings import read_recording
+from vaemem.pipelines.text import load_text
+from vaemem.prediction.recordings import component_of, read_recording
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -27,8 +28,8 @@ if int(diffusers.__version__.split(".")[1]) < 42:
 
 import torch_pipelines
 
+from vaemem.pytorch import pipeline_files, record_pipeline
 from vaemem.pytorch import predict_pipeline as predict_any
-from vaemem.pytorch import record_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -308,3 +309,66 @@ def test_a_damaged_file_answers_or_is_refused(path, tmp_path, seed):
         damaged.write_text(broken, encoding="utf-8")
         with contextlib.suppress(ValueError, OverflowError, MemoryError):
             predict_pipeline(str(damaged), 64, 64, gpu="T4")
+
+
+class TwoDenoisers(diffusers.DiffusionPipeline):
+    """A pipeline in which another UNet makes the last steps."""
+
+    model_cpu_offload_seq = "unet->unet_2->vae"
+    boundary = 620  # timestep
+
+    def __init__(self, unet, unet_2, vae, scheduler):
+        super().__init__()
+        self.register_modules(unet=unet, unet_2=unet_2, vae=vae, scheduler=scheduler)
+
+    @torch.no_grad()
+    def __call__(self, height=64, width=64, num_inference_steps=20, num_images_per_prompt=1):
+        shape = num_images_per_prompt, 4, height // 8, width // 8
+        latents = torch.zeros(shape, device=self._execution_device)
+        self.scheduler.set_timesteps(num_inference_steps, device=latents.device)
+        for t in self.scheduler.timesteps:
+            unet = self.unet if t >= self.boundary else self.unet_2
+            noise = unet(latents, t).sample
+            latents = self.scheduler.step(noise, t, latents).prev_sample
+        image = self.vae.decode(latents).sample
+        self.maybe_free_model_hooks()
+        return (image,)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A pipeline with two denoisers, and its recording."""
+    blocks = {"down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
+    blocks |= {"layers_per_block": 1, "norm_num_groups": 8, "add_attention": False}
+    with torch.device("meta"):
+        unets = [
+            diffusers.UNet2DModel(in_channels=4, out_channels=4, block_out_channels=channels, **blocks)
+            for channels in ([16], [32])
+        ]
+        vae = diffusers.AutoencoderKL(
+            block_out_channels=[16, 16, 16, 16], norm_num_groups=8, down_block_types=["DownEncoderBlock2D"] * 4,
+            up_block_types=["UpDecoderBlock2D"] * 4,
+        )  # fmt: skip
+    made = TwoDenoisers(*unets, vae, diffusers.DDPMScheduler(timestep_spacing="trailing"))
+    made.set_progress_bar_config(disable=True)
+    file = tmp_path_factory.mktemp("two") / "two.vaemem"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_files, "_MOST_STEPS", 25)
+        record_pipeline(made, file)
+    return made, str(file)
+
+
+@pytest.mark.parametrize("way", ["none", "model"])
+def test_another_denoiser_makes_the_last_steps(two, way):
+    """At sizes and with numbers of steps that were not recorded, and with more than the recording lists."""
+    pipe, path = two
+    changes = load_text(component_of(path, "text")).changes
+    assert len(changes) == 25 and changes[9] == 4  # of the timesteps 999, 899, ..., 99
+    for steps in (1, 2, 5, 11, 30):
+        how = {"height": 160, "width": 96, "gpu": "RTX 4090"}
+        own = predict_any(pipe, num_inference_steps=steps, prepare=torch_pipelines.WAYS[way], **how)
+        found = predict_pipeline(path, steps=steps, offload=way, **how)
+        # Buffers that no file has count in load.
+        own = {p.name: (p.allocated, p.reserved) for p in own.phases if p.name != "load"}
+        assert own == {p.name: (p.allocated, p.reserved) for p in found.phases if p.name != "load"}
+    assert {"unet", "unet_2"} == {*PIPELINES[path].denoisers}

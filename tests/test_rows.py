@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from importlib import resources
@@ -41,6 +42,7 @@ def test_a_recording_is_of_its_row(name):
         ("kolors", "unet", 2.58), ("kolors", "text_encoder", 6.24), ("qwen-image-2.1", "transformer", 7.1),
         ("qwen-image-2.1", "text_encoder", 8.77), ("hunyuan-video-1.5", "transformer", 8.3),
         ("minimax-h3", "transformer", 61.7 * 2**30 / 2e9), ("minimax-h3", "text_encoder", 62.1 * 2**30 / 2e9),
+        ("wan2.2-t2v-a14b", "transformer_2", 14.3),
     ],
 )  # fmt: skip
 def test_numbers_of_parameters_are_the_published_ones(name, role, billions):
@@ -70,7 +72,7 @@ def test_every_kind_of_offloading_answers(name):
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
-pytest.importorskip("PIL")
+image = pytest.importorskip("PIL.Image")
 if int(diffusers.__version__.split(".")[1]) < 42:
     pytest.skip("rows are of diffusers 0.42", allow_module_level=True)
 
@@ -80,9 +82,10 @@ from vaemem.pipelines.programs import Recorded
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch import predict_pipeline as predict_any
 from vaemem.pytorch.converting import arguments_of
+from vaemem.pytorch.equal_layers import calling_layers
 from vaemem.pytorch.fitting import PolynomialFit, products
 from vaemem.pytorch.loading import WORD, build_row
-from vaemem.pytorch.module_writer import ScriptRecorder, Writer, settle, weights_text
+from vaemem.pytorch.module_writer import ModuleCall, ScriptRecorder, Writer, settle, weights_text
 from vaemem.pytorch.pipeline_files import record_row
 from vaemem.pytorch.recorder import Recorder, Recording
 from vaemem.pytorch.recording import record_by
@@ -165,6 +168,53 @@ def test_any_convolution_is_recorded_with_its_sizes():
     assert own.flops == found.flops
 
 
+class Layer(torch.nn.Module):
+    """Keeps its input until it returns, and a tensor between its calls if it has to."""
+
+    def __init__(self, wide: bool, keeps: bool):
+        super().__init__()
+        self.sizes, self.keeps, self.kept = (1 + wide,), keeps, None
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        more = torch.cat([x] * self.sizes[0])
+        self.kept = [more + 2] if self.keeps else None
+        return self.inner(x).relu(), (more[: len(y)] + y).transpose(0, 1).contiguous().t()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_layer_is_recorded_once_for_all_equal_ones(keeps):
+    """The events are the same, in the same order. A layer that keeps memory is no such layer."""
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Layer(number % 3 == 0, keeps) for number in range(9))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x, y = layer(x, y)
+            return x + y
+
+    def record(layers_once: bool) -> list[object]:
+        with torch.device("meta"):
+            module, given = Layers().eval(), torch.empty(5, 8)
+        recorder, ran = ScriptRecorder("Layers"), []
+        follow = calling_layers(module, lambda key, run, *given: recorder.repeat(key, counted(run, ran), *given))
+        with follow if layers_once else contextlib.nullcontext():
+            record_by(recorder, module, (given, given), {})
+        assert not layers_once or len(ran) == (9 if keeps else 3)  # the first has other strides
+        return listed(recorder.script.calls[0])
+
+    def counted(run, ran):
+        return lambda *args, **kwargs: ran.append(1) or run(*args, **kwargs)
+
+    def listed(call):
+        return [call.name, *(listed(one) if isinstance(one, ModuleCall) else one for one in call)]
+
+    assert record(True) == record(False)
+
+
 # Bytes allocated and reserved that a recording differs by; others do not differ. Kolors' text encoder drops a mask of
 # 64 KiB earlier in its own code; nobody found out why. Qwen-Image 2.1's transformer keeps keys and values of the
 # prompt, which do not count, as a note of its answers says.
@@ -187,6 +237,8 @@ def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
     frames = {"frames": kind.frame_range[0] + 2 * kind.frame_factor} if kind.frames else {}
     call |= {"num_frames": frames.get("frames"), "prompt": words}
     call = {key: value for key, value in call.items() if key in known} | row["call"]
+    if call.get("image"):
+        call["image"] = image.new("RGB", (sizes["width"], sizes["height"]))
     if kind.unguided or not kind.guides:
         call.pop("negative_prompt", None)
     allocated, reserved = DIFFERENCES.get(name, (0, 0))

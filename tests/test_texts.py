@@ -84,6 +84,39 @@ def test_steps(steps, wanted):
     assert play(STEPS, s=steps, n=7) == ["+x 17", *wanted, "-x"]
 
 
+CHANGE = """\
+case
+changes 1 1 2 3
+steps 1 s
+take 1 | first
+each
+take 2 | second
+change
+take 3 | other
+each
+take 4 | later
+last
+take 5 | last
+end
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted"),
+    [
+        (1, []),
+        (2, ["+other 3"]),
+        (3, ["+second 2", "+other 3"]),
+        (4, ["2 times", "+second 2", "+other 3"]),
+        (8, ["5 times", "+second 2", "+other 3", "+last 5"]),
+        (16, ["11 times", "+second 2", "+other 3", "2 times", "+later 4", "+last 5"]),
+    ],
+)
+def test_steps_after_a_change(steps, wanted):
+    """With more steps than the text lists, the same share of them precedes the change."""
+    assert play(CHANGE, s=steps) == ["+first 1", *wanted]
+
+
 def test_lines_do_what_they_say():
     text = """# A comment
 
@@ -142,6 +175,7 @@ def test_a_second_call_replaces_what_the_first_left():
         ("repeat 1 n\nrepeat 1 n", "line 4: expected a known word, got 'repeat'"),
         ("done", "line 3: expected a known word"),
         ("convert vae", "line 3"),
+        ("changes 1 0", "line 3: expected a step before each change"),
     ],
 )
 def test_a_wrong_line_is_named(line, said):

@@ -7,6 +7,7 @@
  * AutoencoderKLWan also decodes videos here: latent frame by latent frame. Then a convolution reads two cached frames
  * instead of zeros, and caches its input's last two. An upsampler may double the frames by a convolution to twice the
  * channels, except in the first latent frame. In a tensor the rows of all its frames count as rows (walk_frame.times).
+ * Wan 2.1's also encodes videos: the first frame, then four at a time, which downsamplers halve by a convolution.
  *
  *            resnet: (1x1x1 shortcut) norm1 silu conv1 norm2 silu conv2 add
  *   encode   conv_in | levels: resnets, pad + strided conv | mid: resnet attention resnet | norm silu conv_out | 1x1x1
@@ -270,32 +271,83 @@ static tensor double_frames(walk *w, frame *f, const tensor *x, path name) {
     return stacked;
 }
 
-static tensor resample(walk *w, frame *f, const tensor *x, const part *p) {
-    const bool down = w->vae->op == VM_ENCODE, temporal = vm_walk_is_temporal(w->vae->arch, p->level - !down);
-    const path own = at(p->name, ".resample.1");
-    if (!is_wan(w)) return shuffle(w, x, p->out, down, p->name);
-    if (down) {
+/* Halves the frames, after the first one. A clone of the last frame precedes the next ones. */
+static tensor halve_frames(walk *w, frame *f, const tensor *x, path name) {
+    const tensor before = recall(f);
+    if (!before.h) {
+        keep(w, f, recent_frames(w, f, x, &before, name));
+        return *x;
+    }
+    tensor last = *x;
+    last.h /= f->times;
+    const uint64_t all = f->times + 1;
+    const tensor recent = take_like(w, &last, at(name, " [cache]"));
+    const tensor joined = take(w, x->n, x->c, all * last.h, x->w, CONTIGUOUS, at(name, " [cat]"));
+    begin(w, name);
+    const tensor copy = take_like(w, &joined, at(name, " [pad]")); /* of no rows: a clone */
+    f->times /= 2;
+    const tensor y = take(w, x->n, x->c, f->times * last.h, x->w, CONTIGUOUS, name);
+    const int64_t shape[4] = {(int64_t)x->n, (int64_t)x->c, (int64_t)last.h, (int64_t)last.w};
+    vm_conv question = vm_conv_square(w->dtype, shape, (int64_t)x->c, 1, 1, 0);
+    question.tf32 = true;
+    question.dims = 3;
+    question.size[0] = (int64_t)all;
+    question.filter[0] = 3;
+    question.stride[0] = 2;
+    if (!w->status) w->status = vm_trace_conv(w->t, &question, at(name, " [workspace]").text);
+    give(w, &copy);
+    end(w, name);
+    give(w, &joined);
+    keep(w, f, recent);
+    give(w, x);
+    return y;
+}
+
+/* The frames of x as images: of one video a view, otherwise a copy. */
+static tensor as_images(walk *w, const frame *f, const tensor *x, path name) {
+    tensor images = *x;
+    if (x->n > 1)
+        images = take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, at(name, " [images]"));
+    else
+        images.layout = BY_FRAME;
+    images.n *= f->times;
+    images.h /= f->times;
+    return images;
+}
+
+static tensor downsample(walk *w, frame *f, const tensor *x, path name) {
+    const path own = at(name, ".resample.1");
+    if (f->times == 1) {
         tensor image = *x; /* one frame as an image has strides that are not channels_last */
         if (x->n == 1) image.layout = CONTIGUOUS;
         tensor y = vm_walk_downsample(w, &image, own);
-        const tensor before = none;
         /* as frames, it has other strides */
         if (w->vae->arch->slices && y.layout == CHANNELS_LAST) y.layout = CHANNELS_LAST_ONE;
-        if (temporal) keep(w, f, recent_frames(w, f, &y, &before, own)); /* its convolution over frames reads it */
         return y;
     }
-    tensor in = *x;
-    if (temporal && w->vae->frames > 1) in = double_frames(w, f, x, at(p->name, ".time_conv"));
-    if (f->times == 1) return upsample(w, &in, p->out, own);
-    tensor images = in; /* of one video a view, otherwise a copy */
-    if (x->n > 1) {
-        images = take(w, x->n, x->c, in.h, x->w, CONTIGUOUS, at(p->name, " [images]"));
-        give_copy(w, &in, x);
-    } else {
-        images.layout = BY_FRAME;
+    tensor images = as_images(w, f, x, name), padded = images;
+    padded.layout = CONTIGUOUS; /* as zeros make it */
+    tensor y = vm_walk_downsample(w, &padded, own);
+    give_copy(w, &images, x);
+    y.n = x->n;
+    y.h *= f->times;
+    y.layout = BY_FRAME;
+    return y;
+}
+
+static tensor resample(walk *w, frame *f, const tensor *x, const part *p) {
+    const bool down = w->vae->op == VM_ENCODE, temporal = vm_walk_is_temporal(w->vae->arch, p->level - !down);
+    const path own = at(p->name, ".resample.1"), over_frames = at(p->name, ".time_conv");
+    if (!is_wan(w)) return shuffle(w, x, p->out, down, p->name);
+    if (down) {
+        const tensor y = downsample(w, f, x, p->name);
+        return temporal ? halve_frames(w, f, &y, over_frames) : y;
     }
-    images.n *= f->times;
-    images.h /= f->times;
+    tensor in = *x;
+    if (temporal && w->vae->frames > 1) in = double_frames(w, f, x, over_frames);
+    if (f->times == 1) return upsample(w, &in, p->out, own);
+    const tensor images = as_images(w, f, &in, p->name);
+    if (images.id != in.id) give_copy(w, &in, x);
     tensor y = upsample(w, &images, p->out, own);
     give_copy(w, &images, x);
     y.n = x->n;
@@ -304,11 +356,11 @@ static tensor resample(walk *w, frame *f, const tensor *x, const part *p) {
     return y;
 }
 
-/* Encoder or decoder, of an image or of a latent frame. */
-static tensor half(walk *w, frame *f, const tensor *x) {
+/* Encoder or decoder, of an image, of a latent frame, or of four frames. */
+static tensor half(walk *w, frame *f, const tensor *x, uint64_t times) {
     static const blocks own = {remember_and_convolve, resnet, attention, resample, normalise, silu};
     f->next = 0;
-    f->times = 1;
+    f->times = times;
     return vm_walk_half(w, f, &own, x);
 }
 
@@ -317,14 +369,21 @@ tensor vm_walk_patch(walk *w, const tensor *x, bool back) {
     return take(w, x->n, c, h, wide, CONTIGUOUS, at((path){""}, back ? "unpatchify" : "patchify"));
 }
 
-/* The decoder for each latent frame, with the result so far in a new tensor each time. */
-static tensor decode_frames(walk *w, frame *f, const tensor *latents) {
-    tensor one = *latents;
-    one.h /= w->vae->frames;
-    tensor all = half(w, f, &one);
+/* Encoder or decoder for the i-th frame of latents. */
+static tensor half_of_latent_frame(walk *w, frame *f, const tensor *one, uint64_t i) {
+    const uint64_t times = w->vae->op == VM_ENCODE && i ? 4 : 1;
+    tensor x = *one;
+    x.h *= times;
+    return half(w, f, &x, times);
+}
+
+/* Encoder or decoder for each frame of latents, with the result so far in a new tensor each time. */
+static tensor half_by_frames(walk *w, frame *f, const tensor *one) {
+    const path cat = at((path){""}, "%s [cat of frames]", w->vae->op == VM_ENCODE ? "encode" : "decode");
+    tensor all = half_of_latent_frame(w, f, one, 0);
     for (uint64_t i = 1; !w->status && i < w->vae->frames; i++) {
-        bind(w, &f->result, half(w, f, &one));
-        bind(w, &all, take(w, all.n, all.c, all.h + f->result.h, all.w, CONTIGUOUS, (path){"decode [cat of frames]"}));
+        bind(w, &f->result, half_of_latent_frame(w, f, one, i));
+        bind(w, &all, take(w, all.n, all.c, all.h + f->result.h, all.w, CONTIGUOUS, cat));
     }
     return all;
 }
@@ -334,13 +393,15 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
     const bool patches = w->vae->arch->image_patch;
     frame f = {.result = none};
     tensor h, y;
-    if (!is_wan(w)) return half(w, &f, x);
+    if (!is_wan(w)) return half(w, &f, x, 1);
     if (w->vae->op == VM_DECODE) {
         const bool comfyui = is_comfyui(w);
         tensor rows = *x;
         rows.h *= w->vae->frames;
         const tensor latents = mix(w, w->vae->frames, &rows, z, at((path){""}, comfyui ? "conv2" : "post_quant_conv"));
-        h = decode_frames(w, &f, &latents);
+        tensor one = latents;
+        one.h /= w->vae->frames;
+        h = half_by_frames(w, &f, &one);
         if (patches) bind(w, &h, vm_walk_patch(w, &h, true));
         const bool copies = !comfyui || !w->vae->older;
         y = copies ? take_like(w, &h, at((path){""}, comfyui ? "decode [cat]" : "decode [clamp]")) : h;
@@ -349,8 +410,8 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
         give(w, &f.result);
     } else {
         const tensor image = patches ? vm_walk_patch(w, x, false) : *x;
-        h = half(w, &f, &image);
-        y = mix(w, 1, &h, 2 * z, at((path){""}, is_comfyui(w) ? "conv1" : "quant_conv"));
+        h = half_by_frames(w, &f, &image);
+        y = mix(w, w->vae->frames, &h, 2 * z, at((path){""}, is_comfyui(w) ? "conv1" : "quant_conv"));
         if (w->vae->release < WITH_TILES) { /* splits mean and log-variance, and joins them again */
             const tensor moments = take_like(w, &y, (path){"encode [cat]"});
             forget(w, &f);
@@ -360,20 +421,35 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
             forget(w, &f);
         }
         give_copy(w, &image, x);
+        give(w, &f.result);
     }
     if (y.id != h.id) give(w, &h);
     return y;
 }
 
-/* A tile's decode, with a list of its latent frames' results. The last one is bound until the next one exists. */
-static uint64_t decode_tile(walk *w, frame *f, const tensor *part) {
+/* A tile's decode or encode, with a list of its latent frames' results. The last one is bound until the next one
+ * exists; an encode's until the next one begins. */
+static uint64_t convert_tile(walk *w, frame *f, const tensor *part) {
+    const uint64_t z = w->vae->arch->latent_channels;
+    const bool decodes = w->vae->op == VM_DECODE;
     uint64_t rows = 0;
     for (size_t i = 0; i < f->parts; i++) give(w, &f->part[i]);
     f->parts = 0;
+    if (!decodes) {
+        give(w, &f->result);
+        f->result = none;
+    }
     for (uint64_t i = 0; !w->status && i < w->vae->frames; i++) {
-        give(w, &f->named);
-        f->named = mix(w, 1, part, w->vae->arch->latent_channels, (path){"post_quant_conv"});
-        const tensor image = half(w, f, &f->named);
+        tensor image;
+        if (decodes) {
+            give(w, &f->named);
+            f->named = mix(w, 1, part, z, (path){"post_quant_conv"});
+            image = half(w, f, &f->named, 1);
+        } else {
+            const tensor h = half_of_latent_frame(w, f, part, i);
+            image = mix(w, 1, &h, 2 * z, (path){"quant_conv"});
+            give(w, &h);
+        }
         if (i)
             f->part[f->parts++] = f->result;
         else
@@ -387,17 +463,8 @@ static uint64_t decode_tile(walk *w, frame *f, const tensor *part) {
 /* The tile before has left its cache. A decode also leaves latents and image, bound until the next ones exist; an
  * encode leaves its moments. The frames of a tile count as channels. */
 tensor vm_walk_frame_tile(walk *w, frame *f, const tensor *part) {
-    uint64_t rows;
     forget(w, f);
-    if (w->vae->op == VM_DECODE) {
-        rows = decode_tile(w, f, part);
-    } else {
-        give(w, &f->result);
-        const tensor h = half(w, f, part);
-        f->result = mix(w, 1, &h, 2 * w->vae->arch->latent_channels, (path){"quant_conv"});
-        give(w, &h);
-        rows = f->result.h;
-    }
+    const uint64_t rows = convert_tile(w, f, part);
     const tensor *y = &f->result;
     if (w->status) return *part;
     return take(w, y->n, y->c * (rows * f->times / y->h), y->h / f->times, y->w, CONTIGUOUS, (path){"cat"});

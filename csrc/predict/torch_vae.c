@@ -351,9 +351,12 @@ static vm_status check_runtime(const vm_trace_vae *v) {
     const quant quant = vm_walk_frames[v->runtime].quant;
     const int convs = v->arch->use_quant_conv + v->arch->use_post_quant_conv;
     const bool is_of_videos = (v->arch->residual && v->arch->slices) || !strcmp(v->arch->name, "wan2.1");
-    if (v->frames > 1 && (!is_of_videos || v->runtime != VM_TORCH_DIFFUSERS || v->op != VM_DECODE))
+    /* An encode ends with one frame: two levels halve four. */
+    const bool is_known = is_of_videos && (v->op == VM_DECODE || (!v->arch->residual && v->arch->levels == 4));
+    if (v->frames > 1 && (!is_known || v->runtime != VM_TORCH_DIFFUSERS))
         return vm_fail(VM_EINVAL,
-                       VM_EXPECTED("frames", "1 unless diffusers' AutoencoderKLWan decodes", "%" PRIu64 " for %s"),
+                       VM_EXPECTED("frames", "1 unless diffusers' AutoencoderKLWan decodes, or Wan 2.1's encodes",
+                                   "%" PRIu64 " for %s"),
                        v->frames, v->arch->name);
     if (v->arch->family != VM_KL) return vm_walk_check_class(v);
     if (v->arch->patch_size[0] && v->runtime != VM_TORCH_DIFFUSERS && !vm_walk_frames[v->runtime].packs)

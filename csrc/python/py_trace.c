@@ -308,7 +308,7 @@ static PyMethodDef methods[] = {
      "first: the dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, which diffusers' upcast_vae "
      "leaves in half precision. passing: weights that come for some modules' calls, as for Program.trace. "
      "tile_overlap: the part of a side that diffusers' tiles share. release: 38 for diffusers 0.38, whose class "
-     "runs a video's VAE. frames: latent frames of a decode by AutoencoderKLWan; 1 for an image. picture: whether the "
+     "runs a video's VAE. frames: latent frames of AutoencoderKLWan; 1 for an image. picture: whether the "
      "input has a picture's strides, those of (N, H, W, C). older: ComfyUI's code "
      "is that of 0.3.64."},
     {"parameters", trace_parameters, METH_VARARGS | METH_STATIC,

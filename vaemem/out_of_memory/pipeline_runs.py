@@ -179,7 +179,7 @@ def _try_run(message: OomMessage, request: PipelineRequest, rare: int) -> list[F
         return []
     refused, fit = max(fits.items(), key=lambda one: one[1])
     role = roles[refused.call]
-    phase = "decode" if role == "vae" else "denoise" if role == request.pipeline.denoiser else "encode prompt"
+    phase = "decode" if role == "vae" else "denoise" if role in request.pipeline.denoisers else "encode prompt"
     match = _match(request, phase, refused.tensor, refused.bytes, fit >= PLAYED, fit >= AGREES)
     return [Found(match, request, fit, rare)]
 

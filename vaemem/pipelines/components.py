@@ -136,6 +136,11 @@ class Pipeline(NamedTuple):
         return "unet" if "unet" in self.parts else "transformer" if "transformer" in self.parts else next(others)
 
     @property
+    def denoisers(self) -> list[str]:
+        """Roles of the components that denoise in turns."""
+        return [role for role in self.parts if role in (self.denoiser, f"{self.denoiser}_2")]
+
+    @property
     def stride(self) -> int:
         """Divisor of the image's sides, in pixels: transformers read latents in squares of two."""
         return self.unit or self.factor * (2 if self.denoiser == "transformer" else 1)

@@ -273,11 +273,11 @@ def is_tile(side: str, unit: int) -> bool:
 
 
 def smaller_roles(pipeline: Pipeline, kind: str) -> list[str]:
-    """List the components with which a smaller type of weights is worthwhile: the denoiser, and text encoders other
-    than CLIP. GGUF's types are for the denoiser, if its class can load such a file."""
+    """List the components with which a smaller type of weights is worthwhile: the denoisers, and text encoders other
+    than CLIP. GGUF's types are for the denoisers, if their class can load such a file."""
     if letters(kind) in map(letters, (*GGML, *MIXTURES)):
-        return [pipeline.denoiser] * is_from_a_file(pipeline.parts[pipeline.denoiser])
-    return [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
+        return pipeline.denoisers * is_from_a_file(pipeline.parts[pipeline.denoiser])
+    return [*pipeline.denoisers, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
 
 
 def check_card(parts: Sequence[Part], card: Card) -> None:

@@ -237,20 +237,21 @@ class PipelineRun:
 
     def _encode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
         """Play ``vae.encode(image)``."""
-        vae, dtype = self._vae(), self.request.dtype
+        vae, dtype = self._vae(), self.request.pipeline.vae_dtype or self.request.dtype
         if self.request.pipeline.inputs > 1 and vae.dtype != dtype:
             advice = "the pipeline gives its VAE an image of this type"
             raise ArgumentError("components['vae']", dtype, vae.dtype, advice)
         images = self.request.batch if self.request.first else n  # all that the call before made
-        image = Tensor(self.process, "image", (images, 3, h, w), vae.dtype, [given], picture=True)
-        self._count_vae("encode", image.shape)
+        is_picture, frames = f == 1, [f] * (f > 1)
+        image = Tensor(self.process, "image", (images, 3, *frames, h, w), vae.dtype, [given], picture=is_picture)
+        self._count_vae("encode", images, (f - 1) // 4 + 1, h, w)
         return self._call_vae(self.process.encode, vae, image).storages or ()
 
     def _decode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
         """Play ``vae.decode(latents)``, or vaemem's decoder. That allocates its own memory: its whole limit counts. The
         image becomes a tensor."""
         request, process, part = self.request, self.process, self.parts["vae"]
-        self._count_vae("decode")
+        self._count_vae("decode", request.batch, request.latent_frames, request.height, request.width)
         if "vae" in request.on_cpu:
             return ()
         if request.vae == "vaemem":
@@ -275,15 +276,14 @@ class PipelineRun:
         assert isinstance(vae, LoadedVAE)
         return vae
 
-    def _count_vae(self, op: str, shape: Sequence[int] = ()) -> None:
-        """Count the work of the VAE's call, by any decoder, and the memory that vaemem allocates for it. shape: the
-        images', or the picture's"""
+    def _count_vae(self, op: str, images: int, frames: int, height: int, width: int) -> None:
+        """Count the work of the VAE's call, by any decoder, and the memory that vaemem allocates for it. frames: of
+        latents"""
         request, part = self.request, self.parts["vae"]
-        images, _, height, width = shape or (request.batch, 3, request.height, request.width)
         dtype = "float32" if part.upcast and request.vae != "vaemem" else part.dtype
         flops, attended, moved = vae_counts(
             part.component, op, dtype, height, width, batch=images, tile=request.tile,
-            release=self.process.diffusers_release, frames=request.latent_frames,
+            release=self.process.diffusers_release, frames=frames,
         )  # fmt: skip
         if "vae" in request.on_cpu:
             self.process.count(host_flops=flops)

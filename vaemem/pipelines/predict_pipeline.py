@@ -43,7 +43,7 @@ from vaemem.prediction.predict import SMALL_TILE, Advice
 from vaemem.prediction.process import ROUNDED_UP
 from vaemem.prediction.recordings import is_recording
 from vaemem.prediction.request import Card, Software, find_card, usual_tile
-from vaemem.prediction.runtimes import WANS
+from vaemem.prediction.runtimes import WANS, architecture
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, describe_spilling, judge_phases, judge_played
@@ -344,7 +344,7 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
         if part.role == "vae" and q.tile not in (0, usual_tile(part.component)):
             side, stride = q.tile, 3 * q.tile // 4
             code = f"set vae.tile_sample_min_size = {side} and tile_latent_min_size to an eighth"
-            if part.component in ("qwen-image", *WANS):
+            if architecture(part.component)["name"] in ("qwen-image", *WANS):
                 code = f"call vae.enable_tiling({side}, {side}, {stride}, {stride})"
             yield f"vae: for these tiles {code}"
         is_converted = part.upcast or q.vae == "vaemem" or not q.pipeline.upcasts

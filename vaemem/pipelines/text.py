@@ -18,6 +18,9 @@ arguments, and, after a bar, a name:
     step                            the second step begins; another "step" begins the third
     each                            a step begins that stands for all further ones
     last                            the last step begins, if it differs
+    change                          the first step begins that calls another denoiser. Then "step", "each" and "last"
+                                    have the same meaning for the steps after it
+    changes 1 1 2                   with one or two steps, one step precedes the change; with three, two do
     end                             the steps are over
 
 A size is a polynomial: ``"1280 n h w + 640"``. Its variables are
@@ -106,10 +109,12 @@ class PipelineText:
 
     cases: equations of what was recorded; those of one hold for every run that it knows
     lines: in order, each with its conditions
+    changes: how many steps precede a change of the denoiser, with 1, 2, 3, ... steps
     """
 
     def __init__(self, text: str):
         self.cases, self.lines = list[tuple[_Equation, ...]](), list[tuple[tuple[_Equation, ...], _Line]]()
+        self.changes = list[int]()
         when = tuple[_Equation, ...]()
         self._worked_out = dict[tuple[tuple[str, int], ...], list[tuple[list[_Action], int]]]()
         repeated: list[tuple[tuple[_Equation, ...], _Line]] | None = None  # what precedes a repeat that has not ended
@@ -123,6 +128,10 @@ class PipelineText:
                     equations = tuple(map(_read_equation, filter(None, given.split("; "))))
                     self.cases += [equations] * (word == "case")
                     when = when if word == "case" else equations
+                elif word == "changes":
+                    self.changes = [*map(int, given.split())]
+                    if min(self.changes) < 1:
+                        raise ValueError("expected a step before each change")
                 elif word == "steps":
                     self.lines.append((when, _Line("steps", size=_Polynomial.read(given))))
                 elif word == "repeat" and repeated is None:
@@ -158,14 +167,10 @@ class PipelineText:
                     raise OverflowError(f"expected at most {_MOST} lines")
                 parts[-1] += line.block * times if line.kind == "repeat" else (line,)
         end = parts.pop() if names[-1] == "end" else []
-        last = parts.pop() if "last" in names and count > 1 else None
-        between = parts[1 : count if last is None else count - 1]
-        yield parts[0], 1
-        for number, part in enumerate(between, 2):
-            is_each = number == len(parts)
-            yield part, count - number + (last is None) if is_each else 1
-        if last is not None:
-            yield last, 1
+        change = names.index("change") if "change" in names else len(parts)
+        before = steps_before_change(self.changes, at["s"], count)
+        yield from _steps_of(names[:change], parts[:change], before)
+        yield from _steps_of(names[change:], parts[change:], count - before)
         yield end, 1
 
     def actions(self, at: Mapping[str, int]) -> list[tuple[list[_Action], int]]:
@@ -180,6 +185,18 @@ class PipelineText:
                 self._worked_out.pop(next(iter(self._worked_out)), None)
             self._worked_out[key] = parts
         return self._worked_out[key]
+
+
+def _steps_of(
+    names: Sequence[str], parts: Sequence[Sequence[_Line]], count: int
+) -> Iterator[tuple[Sequence[_Line], int]]:
+    """Yield the parts of a number of steps, and how many of them each part stands for."""
+    has_last = "last" in names and count > 1
+    count, known = count - has_last, len(parts) - ("last" in names)
+    for number, part in enumerate(parts[: min(count, known)], 1):
+        yield part, count - number + 1 if number == known > 1 else 1
+    if has_last:
+        yield parts[-1], 1
 
 
 def _act(line: _Line, at: Mapping[str, int]) -> _Action:
@@ -217,7 +234,7 @@ def _read_equation(text: str) -> _Equation:
 
 
 def _read_line(word: str, given: str, name: str) -> Iterator[_Line]:
-    if word in ("step", "each", "last", "end"):
+    if word in ("step", "each", "last", "change", "end"):
         yield _Line("part", name=word)
     elif word == "take":
         yield _Line(word, size=_Polynomial.read(given), name=name)
@@ -303,6 +320,16 @@ def video_variables(frames: int, frame_factor: int, clip: Sequence[int], sound: 
     """
     clips = (frames - clip[0]) // frame_factor
     return {"f": clip[1] * clips + clip[2], "l": clips, "a": round(frames * sound[0] / sound[1])}
+
+
+def steps_before_change(changes: Sequence[int], steps: int, count: int) -> int:
+    """Return how many of the scheduler's steps precede a change of the denoiser; all if there is none.
+
+    changes: this number for 1, 2, 3, ... steps of the call; a call of more has the same share
+    count: of the scheduler's steps
+    """
+    known = [changes[steps - 1] if steps <= len(changes) else changes[-1] * steps // len(changes)] if changes else []
+    return min([*known, count])
 
 
 def phase_of(role: str, method: str) -> str:

@@ -633,7 +633,7 @@ class SimulatedProcess:
             raise ArgumentError(op, "a model and an input that were not dropped")
         arch = vae.arch
         channels = arch["in_channels"] if encodes else vae.latent_channels
-        is_video = len(x.shape) == 5 and not encodes and arch["name"] in WANS
+        is_video = len(x.shape) == 5 and arch["name"] in WANS
         if (len(x.shape) != 4 and not is_video) or x.shape[1] != channels:
             raise ArgumentError(op, f"a tensor (N, {channels}, height, width)", str(x.shape))
         first = vae.dtype if encodes or not vae.first else vae.first
@@ -646,7 +646,8 @@ class SimulatedProcess:
         batch, _, *frames, h, w = x.shape
         height, width = (h, w) if encodes else (h * vae.factor, w * vae.factor)
         if encodes:
-            result = (batch, vae.latent_channels, h // vae.factor, w // vae.factor)
+            frames = [(count - 1) // 4 + 1 for count in frames]
+            result = (batch, vae.latent_channels, *frames, h // vae.factor, w // vae.factor)
         else:
             result = (batch, arch["out_channels"], *(4 * (count - 1) + 1 for count in frames), height, width)
         # cudaMemGetInfo's free bytes plus the allocator's unused bytes, as A1111's get_available_vram adds them.

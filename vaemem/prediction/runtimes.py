@@ -92,18 +92,28 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     known = shipped_models()
     if isinstance(model, str) and is_recorded_component(model):
         data, role = find_component(model)
-        return read_config(data["vaes"][role])
+        return configured_architecture(data["vaes"][role])
     is_path = isinstance(model, str) and model not in known and os.path.exists(model)
     if is_path or isinstance(model, Mapping | os.PathLike):
         return read_config(model)
     return dict(_named_architecture(model))
 
 
+def configured_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arch dict of a VAE's config that names its class."""
+    return _of_videos(read_config(config), config.get("_class_name") == "AutoencoderKLWan")
+
+
 @functools.lru_cache(maxsize=256)
 def _named_architecture(model: str) -> dict[str, Any]:
     arch = shipped_models()[named_model("model", model, "an arch dict (VAE.arch)", "a config.json")]
     called = find_called(model)
-    is_wan = str(model).rpartition("/")[2].lower().startswith("wan") or (called and called.of == "Wan 2.1")
+    is_wan = str(model).rpartition("/")[2].lower().startswith("wan") or bool(called and called.of == "Wan 2.1")
+    return _of_videos(arch, is_wan)
+
+
+def _of_videos(arch: dict[str, Any], is_wan: bool) -> dict[str, Any]:
+    """Name Wan 2.1's VAE, which has Qwen-Image's architecture and makes videos."""
     return arch | {"name": WAN} if is_wan and arch["name"] == "qwen-image" else arch
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence, Set
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from vaemem._common import setting
 from vaemem.prediction.eager import AttentionCall
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.contents import ContentsRecorder
+from vaemem.pytorch.equal_layers import is_plain
 from vaemem.pytorch.fitting import PolynomialFit
-from vaemem.pytorch.recorder import Recording
+from vaemem.pytorch.recorder import Recording, leaves_of, map_leaves
 
 # An event's words that are the same everywhere.
 _FIXED = {"take": 2, "give": 2, "blas": 2, "conv": 3, "convolution": 5, "attention": 6}
@@ -76,6 +79,43 @@ class Script:
         return self._add("attention", call.dtype, kind, call.causal, call.grouped, by_token, *sizes, *mask)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A tensor in a layer's storage. number: of the storage, among those that the layer allocates"""
+
+    number: int
+    size: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def tensor_in(self, storages: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return a tensor there. storages: tensors of bytes"""
+        return storages[self.number].view(self.dtype).as_strided(self.shape, self.strides, self.offset)
+
+
+def _place_of(x: torch.Tensor, numbers: Mapping[int, int]) -> _Place:
+    storage = x.untyped_storage()
+    return _Place(numbers[storage._cdata], storage.nbytes(), x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+
+
+class _Layer(NamedTuple):
+    """A layer's call.
+
+    taken: how many storages it allocates
+    left: the numbers of those that it does not free before it returns
+    output: with a `_Place` for each tensor
+    dead: numbers in the script of those that it leaves and does not return; until all are free, it may keep something
+    """
+
+    events: ModuleCall
+    taken: int
+    left: Sequence[int]
+    output: Any
+    dead: Set[int]
+
+
 class ScriptRecorder(ContentsRecorder):
     """Records a `Script`."""
 
@@ -83,7 +123,7 @@ class ScriptRecorder(ContentsRecorder):
         recording = Recording()
         self.script = Script()
         recording.trace = cast(Any, self.script)
-        self._root = root
+        self._root, self._layers = root, dict[Any, _Layer]()
         super().__init__(recording, find_gpu("RTX 4090"))
 
     def enter(self, name: str) -> None:
@@ -99,6 +139,42 @@ class ScriptRecorder(ContentsRecorder):
     def leave(self) -> None:
         super().leave()
         self.script.calls.pop()
+
+    def repeat(self, key: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a layer; or do what an equal call of another one did."""
+        if self.script.calls[-1]:
+            return run(*args, **kwargs)  # not through a module's call of its own
+        before = {number for _, number in self._alive.values()}
+        known = self._layers.get(key)
+        if known and not before & known.dead:
+            return self._replay(known)
+        begin = self.script.taken
+        out = run(*args, **kwargs)
+        left = {number: address for address, (_, number) in self._alive.items()}
+        own = {address: number - begin for number, address in left.items() if number > begin}
+        made = [x for x in leaves_of(out) if isinstance(x, torch.Tensor)]
+        is_own = all(x.untyped_storage()._cdata in own and self.contents(x) is None for x in made)
+        if key not in self._layers and is_plain(out) and is_own and before <= {*left}:
+            output = map_leaves(lambda x: _place_of(x, own) if isinstance(x, torch.Tensor) else x, out)
+            outputs = {one.number for one in leaves_of(output) if isinstance(one, _Place)}
+            dead = {begin + number for number in own.values() if number not in outputs}
+            call, count = self.script.calls[-1], self.script.taken - begin
+            self._layers[key] = _Layer(call, count, sorted(own.values()), output, dead)
+        return out
+
+    def _replay(self, layer: _Layer) -> Any:
+        """Write what a layer did; return outputs like its own. Its other storages die here."""
+        begin, made = self.script.taken, dict[int, torch.Tensor]()
+        self.script.calls[-1].extend(layer.events)
+        self.script.taken += layer.taken
+        sizes = {one.number: one.size for one in leaves_of(layer.output) if isinstance(one, _Place)}
+        with setting(self, _silent=True):
+            for number in layer.left:
+                whole = torch.empty(sizes.get(number, 1), dtype=torch.uint8, device="cuda")
+                self.bind(whole, begin + number)
+                if number in sizes:
+                    made[number] = whole
+            return map_leaves(lambda x: x.tensor_in(made) if isinstance(x, _Place) else x, layer.output)
 
     def attend(self, call: AttentionCall, kernel: str) -> int:
         if kernel not in ("flash", "efficient"):  # all memory of these two is counted

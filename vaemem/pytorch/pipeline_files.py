@@ -21,7 +21,6 @@ from vaemem._common import DTYPES, check_writable, grouped, meant, whole, write
 from vaemem._errors import ArgumentError
 from vaemem._types import Dtype
 from vaemem.engine.arguments import Progress, polling
-from vaemem.engine.configs import read_config
 from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
 from vaemem.pipelines.programs import Recorded
 from vaemem.pipelines.text import PipelineText, video_variables
@@ -30,9 +29,11 @@ from vaemem.prediction.held import arch_key
 from vaemem.prediction.passing import pass_vae
 from vaemem.prediction.recordings import FILE_FORMAT, OPTIONAL_FACTS, SUFFIX
 from vaemem.prediction.request import find_card
+from vaemem.prediction.runtimes import configured_architecture
 from vaemem.pytorch.any_pipeline import check_pipeline, open_pipeline
 from vaemem.pytorch.contents import ContentsRecorder, PythonCalls
 from vaemem.pytorch.converting import arguments_of, modules_of, tensors_of
+from vaemem.pytorch.equal_layers import calling_layers
 from vaemem.pytorch.fitting import PolynomialFit, evaluate, products
 from vaemem.pytorch.loading import WORD, build_row
 from vaemem.pytorch.module_writer import (
@@ -46,7 +47,7 @@ from vaemem.pytorch.module_writer import (
 from vaemem.pytorch.recorder import NEGLIGIBLE, Recording, leaves_of
 from vaemem.pytorch.recording import record_by
 from vaemem.pytorch.text_recorder import ComponentCall, RecordedCall, record_calls, tensors_in
-from vaemem.pytorch.text_writer import Values, check_text, equations_of, write_text
+from vaemem.pytorch.text_writer import Values, check_text, count_before_change, equations_of, write_text
 
 # n images, latents h x w with sides that are multiples of 4, f frames of them, t words of the prompt, s steps.
 _POINTS = [
@@ -57,6 +58,8 @@ _POINTS = [
 _POINTS += [(*_POINTS[number][:5], steps) for number in (3, 5) for steps in (1, 2, 3)]
 _CHECKS = [(4, 28, 36, 3, 61, 10), (1, 52, 24, 7, 29, 6)]
 _UNGUIDED = [*_POINTS[3:9], *_POINTS[-6:]]  # the points without guidance
+_MOST_STEPS = 100  # for which the steps before a change of the denoiser are counted
+_TRIED_STEPS = 9  # among which a change shows
 _MOST_CALLS = 11  # of a component's method that are recorded; the others have the same code
 _UNIT = 4  # divisor of the points' sides
 # Variables of a module; d: different times that a denoiser gets; o: the number of its call's label.
@@ -170,13 +173,17 @@ def _record_module(
 ) -> tuple[Any, list[str]]:
     """Record a component's call. Only the outputs that the pipeline keeps live on. Return the trace, and notes about
     uncounted memory and guesses."""
-    recorder = recorder or ScriptRecorder(type(module).__name__)
+    layers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if recorder is None:
+        recorder = script = ScriptRecorder(type(module).__name__)
+        layers = calling_layers(module, script.repeat)
 
     def run(m: Any, *args: Any, **kwargs: Any) -> Any:
         call = m if called.method == "forward" else getattr(m, called.method)
         return _kept(recorder, call(*args, **kwargs), called.kept)
 
-    recording = record_by(recorder, module, called.args, dict(called.kwargs), run, python=PythonCalls)
+    with layers:
+        recording = record_by(recorder, module, called.args, dict(called.kwargs), run, python=PythonCalls)
     missing = (what for what in recording.unmodelled if what not in NEGLIGIBLE)
     notes = [f"not counted: {what} in the {called.role}" for what in missing]
     asked = "asked whether unknown contents are true; True was assumed"
@@ -282,7 +289,7 @@ def _turn_off_tiles(modules: Mapping[str, Any]) -> list[str]:
     tiled = [role for role, module in modules.items() if getattr(module, "use_tiling", False)]
     for role in tiled:
         modules[role].use_tiling = False
-    unknown = (role for role in tiled if not _is_walked(modules[role]))
+    unknown = (role for role in tiled if not _is_walked(modules[role], ()))
     return [f"the {role} was recorded without its tiles" for role in unknown]
 
 
@@ -300,20 +307,18 @@ def _config_of(module: Any) -> dict[str, Any]:
     return {**module.config, "_class_name": type(module).__name__}
 
 
-def _is_walked(module: torch.nn.Module) -> bool:
-    """Tell whether the C walk knows a VAE, also when its weights are sent for its submodules' calls."""
+def _is_walked(module: torch.nn.Module, calls: Sequence[ComponentCall]) -> bool:
+    """Tell whether the C walk knows a VAE's calls, also when its weights are sent for its submodules' calls."""
+    of_videos = {(one.method, any(len(shape) == 5 and shape[2] > 1 for _, shape in one.shapes)) for one in calls}
     try:
-        arch = read_config(_config_of(module))
+        arch = configured_architecture(_config_of(module))
         passing = pass_vae(arch_key(arch), "float32")
-        _core.Trace.vae(arch, "diffusers", "decode", "float32", 64, 64, passing=passing)
+        for method, is_video in of_videos:
+            frames = 1 + is_video
+            _core.Trace.vae(arch, "diffusers", method, "float32", 64, 64, passing=passing, frames=frames)
     except (ValueError, AttributeError):
         return False
     return True
-
-
-def _encodes_frames(called: ComponentCall) -> bool:
-    """Tell whether a VAE's call encodes several frames."""
-    return called.method == "encode" and any(len(shape) == 5 and shape[2] > 1 for _, shape in called.shapes)
 
 
 class _Recorded(NamedTuple):
@@ -453,26 +458,27 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     modules = modules_of(pipe)
     notes = _turn_off_tiles(modules)
     points, checks = calls.points(_POINTS, _UNGUIDED), calls.points(_CHECKS, _CHECKS[:1])
+    changes = _find_changes(pipe, calls)
+    points = [at | {"s": _lengthened(at["s"], changes)} for at in points]
     with polling(progress, "record", total=len(points) + len(checks)) as poll:
         found = _record(pipe, [calls.ask(pipe, at) for at in (*points, *checks)], poll, calls.pieces)
     done = [*zip((*points, *checks), found, strict=True)]
-    # The C walk encodes images only.
     of_vae = [called for call in found for called in call.calls if called.role == "vae"]
-    is_walked = "vae" in modules and _is_walked(modules["vae"]) and not any(map(_encodes_frames, of_vae))
     if not of_vae:
         raise ArgumentError("pipe", "a VAE, whose role is vae", ", ".join(modules))
-    vaes = {"vae": modules["vae"]} if is_walked else {}
+    vaes = {"vae": modules["vae"]} if _is_walked(modules["vae"], of_vae) else {}
     of_roles = grouped((called for call in found for called in call.calls), lambda called: called.role)
     labels = {role: [*dict.fromkeys(called.label for called in of)] for role, of in of_roles.items()}
     all_of = _Recorded(done[: len(points)], done[len(points) :], vaes, labels, _find_batched(done))
     head = f"# {type(pipe).__name__}; {versions_of()}"
-    text = "\n".join([head, *write_text([(at, call.events) for at, call in all_of.fitted], all_of.variables)])
+    text = "\n".join([head, *write_text([(at, call.events) for at, call in all_of.fitted], all_of.variables, changes)])
     if "\nconvert " in text and not vaes:
         raise ArgumentError("pipe", "a VAE whose code is known", "one that the pipeline converts between its calls")
     for at, call in all_of.checked:
         check_text(PipelineText(text), at, call.events, all_of.variables)
     used = dict.fromkeys(called.role for _, call in all_of.fitted for called in call.calls)
-    notes += dict.fromkeys(note for _, call in all_of.fitted for note in call.notes)
+    noted = (re.sub(r" \(\d+ times\)", "", note) for _, call in all_of.fitted for note in call.notes)
+    notes += dict.fromkeys(noted)
     made, types = dict[str, Any](), _find_types(modules, used)
     for role in used:
         if role not in vaes:
@@ -509,14 +515,33 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     }  # fmt: skip
 
 
-def _record(pipe: Any, asked: Sequence[Mapping[str, Any]], poll: Any, pieces: Sequence[str]) -> list[RecordedCall]:
+def _find_changes(pipe: Any, calls: _Calls) -> list[int]:
+    """Count the steps before a change of the denoiser, with 1, 2, 3, ... steps. Return no counts if there is none."""
+    *_, at = calls.points(_POINTS[:1], _POINTS[:1])
+
+    def count(*steps: int) -> list[int]:
+        asked = [calls.ask(pipe, at | {"s": number}) for number in steps]
+        return [count_before_change(call.events) for call in _record(pipe, asked, None, calls.pieces, True)]
+
+    return [] if count(_TRIED_STEPS) == [_TRIED_STEPS] else count(*range(1, _MOST_STEPS + 1))
+
+
+def _lengthened(steps: int, changes: Sequence[int]) -> int:
+    """Return the least number of steps with this many before a change, and after it. Up to 3 stay as they are."""
+    found = (number for number, before in enumerate(changes, 1) if min(before, number - before) >= steps)
+    return next(found, steps) if steps > 3 else steps
+
+
+def _record(
+    pipe: Any, asked: Sequence[Mapping[str, Any]], poll: Any, pieces: Sequence[str], calls_only: bool = False,
+) -> list[RecordedCall]:  # fmt: skip
     def call(number: int, given: Mapping[str, Any], copied: Any) -> Any:
         if poll:
             poll(number + 1, len(asked))
         return copied(**given)
 
-    made = [functools.partial(call, i, one) for i, one in enumerate(asked)]
-    return record_calls(pipe, made, find_card(_CARD), pieces)
+    called = [functools.partial(call, i, one) for i, one in enumerate(asked)]
+    return record_calls(pipe, called, find_card(_CARD), pieces, calls_only)
 
 
 def shapes_of_all(called: ComponentCall) -> tuple[tuple[int, ...], ...]:

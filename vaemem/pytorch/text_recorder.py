@@ -19,13 +19,14 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
 from vaemem.prediction.request import Card
 from vaemem.pytorch.converting import modules_of, tensors_of
+from vaemem.pytorch.equal_layers import calling_layers, is_plain
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
 from vaemem.pytorch.recorder import leaves_of, map_leaves
 
@@ -215,48 +216,19 @@ def _name_here() -> str:
 # ---- components ----
 
 
-_PLAIN = (torch.Tensor, torch.dtype, torch.device, str, int, float, bool, type(None))
-
-
-def _is_plain(x: Any) -> bool:
-    """Tell whether nobody can change an object, apart from a tensor's contents."""
-    return isinstance(x, _PLAIN) or (isinstance(x, tuple) and all(map(_is_plain, x)))
-
-
-@contextlib.contextmanager
-def _once_for_all_layers(module: torch.nn.Module) -> Iterator[None]:
-    """Let a layer of a list return what an equal call of another one returned, as new tensors. Only the outputs' sizes
-    count here, and running each layer takes most of the time."""
-    known = dict[Any, Any]()
-
-    def calling(number: int, run: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(run)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            leaves = leaves_of((args, kwargs))
-            if not all(map(_is_plain, (*args, *kwargs.values()))):
-                return run(*args, **kwargs)  # it may change an object
-            told = ((x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
-            key = number, tuple(kwargs), *told
-            if key in known:
-                return map_leaves(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, known[key])
-            out = run(*args, **kwargs)
-            made = [x for x in leaves_of(out) if isinstance(x, torch.Tensor)]
-            given = {x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor)}
-            own = {x.untyped_storage()._cdata for x in made}
-            is_new = len(own) == len(made) and not own & given and not any(x._is_view() for x in made)
-            if is_new and _is_plain(out):
-                known[key] = out
-            return out
-
-        return called
-
-    with contextlib.ExitStack() as wrapped:
-        for number, layers in enumerate(m for m in module.modules() if isinstance(m, torch.nn.ModuleList)):
-            kinds = {(type(m), *((n, x.shape, x.dtype) for n, x in m.named_parameters())) for m in layers}
-            if len(layers) > 2 and len(kinds) == 1:
-                for layer in layers:
-                    wrapped.enter_context(setting(layer, forward=calling(number, layer.forward)))
-        yield
+def _repeat_sizes(known: dict[Any, Any], key: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a layer; or return what an equal call of another one returned, as new tensors. Only the outputs' sizes count
+    here."""
+    if key in known:
+        return map_leaves(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, known[key])
+    out = run(*args, **kwargs)
+    made = [x for x in leaves_of(out) if isinstance(x, torch.Tensor)]
+    given = {x.untyped_storage()._cdata for x in leaves_of((args, kwargs)) if isinstance(x, torch.Tensor)}
+    own = {x.untyped_storage()._cdata for x in made}
+    is_new = len(own) == len(made) and not own & given and not any(x._is_view() for x in made)
+    if is_new and is_plain(out):
+        known[key] = out
+    return out
 
 
 class ComponentCall(NamedTuple):
@@ -290,6 +262,7 @@ class TextRecorder(PipelineRecorder):
         self._is_inside = False  # whether a component runs
         self.retaining = dict[str, None]()  # roles of components that keep memory after a call
         self._forms = dict[tuple[str, str], list[Any]]()  # of a method's calls: their arguments, without sizes
+        self._reads = 0  # of contents
 
     def copy(self, pipe: Any) -> Any:
         """Copy a pipeline, with fake weights on the card."""
@@ -325,17 +298,22 @@ class TextRecorder(PipelineRecorder):
         label = self._label(role, method, bound)
         self.writer.call(role, label, bound)
         del bound
-        given = [*map(self._told, leaves_of((args, kwargs)))]
+        given = leaves_of((args, kwargs))
+        sizes = role, method, *map(self._told, given)
+        key = sizes if sizes in self._outputs else (*sizes, *map(self._told_contents, given))
+        del given
         meta_args, meta_kwargs = map_leaves(self._on_meta, (args, kwargs))
         shapes = self.writer.events[-1].shapes
         self.calls.append(ComponentCall(role, method, label, meta_args, meta_kwargs, shapes))
-        key = role, method, *given
         if key not in self._outputs:
-            unmodelled, guesses = {**self.recording.unmodelled}, self.guesses.copy()
+            unmodelled, guesses, reads = {**self.recording.unmodelled}, self.guesses.copy(), self._reads
             with self.hiding():
                 before = sum(self.writer.inside.values())
-                with setting(self, _is_inside=True), _once_for_all_layers(self.modules[role]):
+                repeat = functools.partial(_repeat_sizes, {})
+                with setting(self, _is_inside=True), calling_layers(self.modules[role], repeat):
                     output = run(*args, **kwargs)
+                if reads == self._reads and not any(self.contents(x) is not None for x in tensors_in(output)):
+                    key = sizes
                 self._outputs[key] = self._to_meta(output)
                 del output
                 self.sweep()
@@ -359,8 +337,17 @@ class TextRecorder(PipelineRecorder):
         number = known.index(form)
         return f"{method}{number + 1}" if number else method
 
+    def read(self, x: torch.Tensor) -> Any:
+        self._reads += 1
+        return super().read(x)
+
+    def by_contents(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._reads += 1
+        return super().by_contents(func, args, kwargs)
+
     def numbers(self, x: torch.Tensor) -> torch.Tensor:
         """Return the contents; zeros if they are unknown, and ones within a component: masks have ones."""
+        self._reads += 1
         if self._is_inside and self.contents(x) is None:
             with unset_fake_temporarily():
                 return torch.ones(x.shape, dtype=x.dtype)
@@ -371,11 +358,16 @@ class TextRecorder(PipelineRecorder):
         return [*super().notes(), *kept]
 
     def _told(self, x: Any) -> Any:
-        """Return what a call's outputs depend on."""
+        """Return what a call's outputs depend on, apart from contents that only fake tensors have."""
         if not isinstance(x, torch.Tensor):
             return repr(x)
-        known = None if x.is_floating_point() else self.contents(x)
-        return x.shape, x.stride(), x.dtype, None if known is None else known.numpy().tobytes()
+        return x.shape, x.stride(), x.dtype, None if isinstance(x, FakeTensor) else self._told_contents(x)
+
+    def _told_contents(self, x: Any) -> Any:
+        """Return a tensor's whole numbers."""
+        is_whole = isinstance(x, torch.Tensor) and not x.is_floating_point()
+        known = self.contents(x) if is_whole else None
+        return None if known is None else known.numpy().tobytes()
 
     def _on_meta(self, x: Any) -> Any:
         """Copy a tensor to "meta", with its contents; return anything else as it is."""
@@ -450,9 +442,12 @@ def _copy_with(x: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _following(original: Any, pipe: Any, recorder: TextRecorder, pieces: Container[str]) -> Iterator[None]:
-    """Note calls of components and of their children, conversions of their weights, and the scheduler's steps. pieces:
-    roles of components whose code counts as the pipeline's, apart from their children's"""
+def _following(original: Any, pipe: Any, recorder: TextRecorder, pieces: Container[str], skips: bool) -> Iterator[None]:
+    """Note calls of components and of their children, conversions of their weights, and the scheduler's steps.
+
+    pieces: roles of components whose code counts as the pipeline's, apart from their children's
+    skips: whether all steps but the first do nothing
+    """
     originals, recorder.modules = modules_of(original), modules_of(pipe)
 
     def calling(role: str, method: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -493,11 +488,13 @@ def _following(original: Any, pipe: Any, recorder: TextRecorder, pieces: Contain
     scheduler = pipe.scheduler
     kind = type(scheduler)
     step = kind.step
+    returned = list[Any]()  # by the first step, if the others do nothing
 
     @functools.wraps(step)
     def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = step(self, *args, **kwargs)
+        out = returned[0] if returned and self is scheduler else step(self, *args, **kwargs)
         if self is scheduler:  # a copy makes no steps of its own
+            returned.extend([out] * skips)
             recorder.sweep()
             recorder.writer.mark("step")
         return out
@@ -508,12 +505,14 @@ def _following(original: Any, pipe: Any, recorder: TextRecorder, pieces: Contain
 
 @contextlib.contextmanager
 def _without_cycles() -> Iterator[None]:
-    """Let Python's garbage collector, which frees cycles of objects now and then, free none."""
+    """Let Python's garbage collector free cycles of objects only if it is called, and only cycles of new objects."""
     gc.collect()
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.enable()
 
 
@@ -526,12 +525,15 @@ class RecordedCall(NamedTuple):
 
 
 def record_calls(
-    pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card, pieces: Container[str] = ()
-) -> list[RecordedCall]:
-    """Record what a pipeline with weights on "meta" does in calls, each of them as if it were the first. pieces: roles
-    of components whose children are called in their place"""
+    pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card, pieces: Container[str] = (), calls_only: bool = False,
+) -> list[RecordedCall]:  # fmt: skip
+    """Record what a pipeline with weights on "meta" does in calls, each of them as if it were the first.
+
+    pieces: roles of components whose children are called in their place
+    calls_only: note no tensors, and let all steps of the scheduler but the first do nothing
+    """
     recorder, found = TextRecorder(card), list[RecordedCall]()
-    with recording_pipelines(recorder), recorder.hiding():
+    with recording_pipelines(recorder), recorder.hiding(), _without_cycles():
         copied = recorder.copy(pipe)
         for call in calls:
             for role in (role for role in pipe.components if role.endswith(_STATEFUL)):
@@ -540,8 +542,9 @@ def record_calls(
             recorder.calls = []
             recorder.guesses.clear()
             recorder.recording.unmodelled.clear()
-            with _following(pipe, copied, recorder, pieces), _without_cycles():
-                recorder.writer.hidden = False
+            gc.collect()
+            with _following(pipe, copied, recorder, pieces, calls_only):
+                recorder.writer.hidden = calls_only
                 output = call(copied)
                 recorder.sweep()
                 del output

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._errors import ArgumentError
-from vaemem.pipelines.text import COMPARISONS, PipelineText
+from vaemem.pipelines.text import COMPARISONS, PipelineText, phase_of, steps_before_change
 from vaemem.pytorch.fitting import PolynomialFit, products
 from vaemem.pytorch.text_recorder import Event
 
@@ -30,6 +30,7 @@ _MANY_STEPS = 5  # of these, some do the same
 _LOOPED = "n s l".split()  # numbers of repetitions: for each image, step or clip
 _MORE = 0, -1, -2  # repetitions besides one for each: the first ones may differ
 _LEAST_LOOPED = 3  # fewer repetitions may be there by accident
+_PARTS = ["", "change", "step", "each", "last", "end"]  # the names of parts, as of `_name_steps`
 
 
 class Loop(NamedTuple):
@@ -58,10 +59,29 @@ def _split(events: Sequence[Event]) -> list[list[Event]]:
     return parts if len(parts) > 1 else [*parts, []]
 
 
-def _name_steps(parts: Sequence[list[Event]]) -> tuple[list[list[Event]], list[str]]:
-    """Return a recording's parts, in which steps that do the same are there once, and names of all but the first part:
-    step; each, for all further ones but a last one that differs; last; end."""
-    first, *steps, end = parts
+def count_before_change(events: Sequence[Event]) -> int:
+    """Count the steps before the first one that calls other denoisers than the first step; all if there is none."""
+    *steps, _ = _split(events)
+    words = ([event.words for event in step if event.kind == "call"] for step in steps)
+    roles = [[role for role, method, _ in calls if phase_of(role, method) == "denoise"] for calls in words]
+    return next((number for number, called in enumerate(roles) if called != roles[0]), len(steps))
+
+
+def _name_steps(parts: Sequence[list[Event]], before: int) -> tuple[list[list[Event]], list[str]]:
+    """Return a recording's parts, in which steps that do the same are there once, and their names: "" for the first;
+    step; each, for all further ones but a last one that differs; last; change, and then the same; end. before: steps
+    before a change of the denoiser"""
+    *steps, end = parts
+    named, names = _name_like_ones(steps[:before])
+    if before < len(steps):
+        after, names_after = _name_like_ones(steps[before:])
+        named, names = [*named, *after], [*names, "change", *names_after[1:]]
+    return [*named, end], [*names, "end"]
+
+
+def _name_like_ones(parts: Sequence[list[Event]]) -> tuple[list[list[Event]], list[str]]:
+    """Do what `_name_steps` does for steps without a change, and without an end."""
+    first, *steps = parts
     differing = list[list[Event]]()
     for i, step in enumerate(steps[:-1]):
         differing.append(step)
@@ -73,7 +93,7 @@ def _name_steps(parts: Sequence[list[Event]]) -> tuple[list[list[Event]], list[s
     if steps and (not differing or steps[-1] != differing[-1]):
         differing.append(steps[-1])
         names.append("last")
-    return [first, *differing, end], [*names, "end"]
+    return [first, *differing], ["", *names]
 
 
 def _key(event: Event) -> _Key:
@@ -145,26 +165,31 @@ def _nothing(folded: Sequence[_Key | Loop]) -> list[list[Event | None]]:
 class _Case:
     """Recordings that do the same."""
 
-    def __init__(self, at: Values, parts: Sequence[list[Event]], loops: Mapping[Loop, int]):
-        named, self.names = _name_steps(parts)
+    def __init__(self, at: Values, parts: Sequence[list[Event]], loops: Mapping[Loop, int], before: int):
+        named, self.names = _name_steps(parts, before)
         self.folded = [_fold(part, at, loops) for part in named]
         self.points, self.steps = list[Values](), list[int]()
         self.events = list[list[list[Event | None]]]()  # by point, item and line
 
-    def _numbers(self, steps: int) -> list[int] | None:
+    def _numbers(self, steps: int, before: int) -> list[int] | None:
         """Return the number of the part that each step does, and of the end. None if the case has too few steps."""
-        names = ["first", *self.names]
-        last = [names.index("last")] if "last" in names and steps > 1 else []
-        each = names.index("each") if "each" in names else len(names) - 2 - ("last" in names)
-        count = steps - len(last)
-        if count > each + 1 and "each" not in names:
-            return None
-        return [*(min(number, each) for number in range(count)), *last, len(names) - 1]
+        end = len(self.names) - 1
+        change = self.names.index("change") if "change" in self.names else end
+        numbers = list[int]()
+        for begin, to, count in ((0, change, before), (change, end, steps - before)):
+            names = self.names[begin:to]
+            last = [to - 1] if "last" in names and count > 1 else []
+            each = to - 1 - ("last" in names)
+            count -= len(last)
+            if begin + count > each + 1 and "each" not in names:
+                return None
+            numbers += [*(min(begin + number, each) for number in range(count)), *last]
+        return [*numbers, end]
 
-    def join(self, at: Values, parts: Sequence[list[Event]]) -> bool:
+    def join(self, at: Values, parts: Sequence[list[Event]], before: int) -> bool:
         """Add a recording, if it does the same."""
         aligned: list[Any] = [None] * len(self.folded)
-        numbers = self._numbers(len(parts) - 1)
+        numbers = self._numbers(len(parts) - 1, before)
         if numbers is None:
             return False
         for number, events in zip(numbers, parts, strict=True):
@@ -173,7 +198,7 @@ class _Case:
                 return False
             aligned[number] = found
         flat = list[list[Event | None]]()
-        for found, folded, name in zip(aligned, self.folded, ["", *self.names], strict=True):
+        for found, folded, name in zip(aligned, self.folded, self.names, strict=True):
             flat += [[Event("part", (name,))]] * bool(name)
             flat += _nothing(folded) if found is None else found
         self.points.append(at)
@@ -181,13 +206,16 @@ class _Case:
         self.steps.append(len(parts) - 1)
         return True
 
-    def items(self) -> Iterator[tuple[str, _Key | Loop]]:
-        """Yield (part, item). Parts are first, step 1, step 2 ..., each, last, end. All but the first begin with an
+    def items(self) -> Iterator[tuple[tuple[int, ...], _Key | Loop]]:
+        """Yield (place, item), with the place of the item's part among all parts. All parts but the first begin with an
         item that names them."""
-        labels = [f"step {number}" if name == "step" else name for number, name in enumerate(self.names, 1)]
-        for label, folded, name in zip(["first", *labels], self.folded, ["", *self.names], strict=True):
-            yield from ((label, key) for key in ([("part", (name,))] if name else []))
-            yield from ((label, key) for key in folded)
+        changes = number = 0
+        for folded, name in zip(self.folded, self.names, strict=True):
+            changes = 2 if name == "end" else changes + (name == "change")
+            number = number + 1 if name == "step" else 0
+            place = changes, _PARTS.index(name), number
+            yield from ((place, key) for key in ([("part", (name,))] if name else []))
+            yield from ((place, key) for key in folded)
 
 
 class _Item:
@@ -201,9 +229,7 @@ class _Item:
 def _merge(cases: Sequence[_Case]) -> Iterator[_Item]:
     """Yield the cases' items, in which the same one of several cases is there once, part by part."""
     items = [[*case.items()] for case in cases]
-    labels = {label for each in items for label, _ in each}
-    steps = sorted((label for label in labels if label.startswith("step")), key=lambda label: int(label.split()[1]))
-    for part in ("first", *steps, "each", "last", "end"):
+    for part in sorted({part for each in items for part, _ in each}):
         merged = list[_Item]()
         for number, each in enumerate(items):
             places = [place for place, (label, _) in enumerate(each) if label == part]
@@ -328,21 +354,27 @@ class _Text:
         return self._fits[key].find(tuple(sizes))
 
 
-def write_text(recorded: Sequence[tuple[Values, Sequence[Event]]], variables_of: VariablesOf) -> Iterator[str]:
+def write_text(
+    recorded: Sequence[tuple[Values, Sequence[Event]]], variables_of: VariablesOf, changes: Sequence[int] = ()
+) -> Iterator[str]:
     """Yield the lines of a text. ValueError if steps differ and no variable tells why, or sizes fit no polynomial.
 
     recorded: what the pipeline does with each of several values of the variables
+    changes: as of `PipelineText`
     """
     cases, loops = list[_Case](), _find_loops(recorded)
     # What repeats shows with many steps, and with many images.
     for at, events in sorted(recorded, key=lambda one: (one[0]["s"] < _MANY_STEPS, -one[0]["n"])):
         parts = _split(events)
-        if not any(case.join(at, parts) for case in cases):
-            cases.append(_Case(at, parts, loops))
-            cases[-1].join(at, parts)
+        before = steps_before_change(changes, at["s"], len(parts) - 1)
+        if not any(case.join(at, parts, before) for case in cases):
+            cases.append(_Case(at, parts, loops, before))
+            cases[-1].join(at, parts, before)
     for case in cases:
         others = [at for one in cases if one is not case for at in one.points]
         yield f"case {equations_of(case.points, others)}".strip()
+    if changes:
+        yield f"changes {' '.join(map(str, changes))}"
     text = _Text(cases, variables_of)
     for line, same in itertools.groupby(itertools.chain(text.steps(), text.lines())):
         count = len([*same])
@@ -385,7 +417,9 @@ def equations_of(own: Sequence[Values], others: Sequence[Values], telling: Seque
 def check_text(text: PipelineText, at: Values, events: Sequence[Event], variables_of: VariablesOf) -> None:
     """Raise ValueError if a text does something else with these values of the variables than a recording."""
     played = [line for part, _ in text.played(at) for line in part]
-    done = [event for part in _name_steps(_split(events))[0] for event in part]
+    parts = _split(events)
+    named, _ = _name_steps(parts, steps_before_change(text.changes, at["s"], len(parts) - 1))
+    done = [event for part in named for event in part]
     for line, event in itertools.zip_longest(played, done):
         says = does = None
         if line is not None:
