@@ -275,10 +275,11 @@ class PipelinePrediction(_Played):
 def _others(q: PipelineRequest) -> Iterator[tuple[PipelineRequest, str, str, list[str]]]:
     """Yield other ways to run a request: the request, how it is offloaded, how its VAE runs, and types of components.
     Groups come on a stream if they can. The smaller types are a plan's."""
-    for offload, vae in itertools.product(OFFLOADS, ("whole", *q.tilings)):
+    offloads = ("none",) if q.pipeline.is_modular else OFFLOADS  # it has no method for others
+    for offload, vae in itertools.product(offloads, ("whole", *q.tilings)):
         if (offload, vae) != (q.offload, q.vae):
             yield q, offload, vae, []
-    for offload in ("leaf_level", "leaf_level stream"):
+    for offload in () if q.pipeline.is_modular else ("leaf_level", "leaf_level stream"):
         if offload != q.offload:
             yield q, offload, "whole", []
     for kind in SMALLER:
@@ -288,7 +289,7 @@ def _others(q: PipelineRequest) -> Iterator[tuple[PipelineRequest, str, str, lis
             made = parts_of(q.pipeline, q.dtype, dict.fromkeys(roles, kind), q.software.release, q.loras)
             by_role = {part.role: part for part in made if part.role in roles}
             run = replace(q, parts=tuple(by_role.get(part.role, part) for part in q.parts))
-            for offload in ("none", "model") if roles else ():
+            for offload in offloads[:2] if roles else ():
                 yield run, offload, "whole", [f"{role}={kind}" for role in roles]
 
 
