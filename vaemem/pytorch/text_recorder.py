@@ -309,9 +309,10 @@ class TextRecorder(PipelineRecorder):
             unmodelled, guesses, reads = {**self.recording.unmodelled}, self.guesses.copy(), self._reads
             with self.hiding():
                 before = sum(self.writer.inside.values())
-                repeat = functools.partial(_repeat_sizes, {})
-                with setting(self, _is_inside=True), calling_layers(self.modules[role], repeat):
+                layers = calling_layers(self.modules[role], functools.partial(_repeat_sizes, {}))
+                with setting(self, _is_inside=True), layers:
                     output = run(*args, **kwargs)
+                del layers  # it holds outputs of layers
                 if reads == self._reads and not any(self.contents(x) is not None for x in tensors_in(output)):
                     key = sizes
                 self._outputs[key] = self._to_meta(output)
