@@ -197,7 +197,7 @@ def test_a_pipeline_of_anothers_modules_says_so():
 @pytest.mark.parametrize("name", [*SAMPLE_SIZES, *PIPELINES, "black-forest-labs/FLUX.2-klein-4B", "klein"])
 def test_every_name_is_known_to_all_commands(name):
     """A VAE's name, or a pipeline's, is answered or refused with what is known; never as an unknown one."""
-    if name in ("hunyuan-video-1.5", "minimax-h3"):  # their VAEs are recorded modules
+    if name in ("hunyuan-video-1.5", "ltx2.3", "minimax-h3"):  # their VAEs are recorded modules
         with refused("model"):
             named_model("model", name)
     else:

@@ -13,6 +13,7 @@ from vaemem._common import setting
 from vaemem.pytorch.recorder import leaves_of
 
 _PLAIN = (torch.Tensor, torch.dtype, torch.device, str, int, float, bool, type(None))
+_SETTINGS = (str, float, bool, tuple, type(None))
 # The key of equal calls, the layer's own forward, its arguments -> its outputs
 CallLayer = Callable[[Hashable, Callable[..., Any], Any, Any], Any]
 
@@ -27,8 +28,7 @@ def _kind_of(layer: torch.nn.Module) -> Hashable:
     count, because one may be the layer's place in the list."""
     weights = tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
     states = (vars(part).items() for part in layer.modules())
-    kinds = bool, str, float, tuple
-    settings = tuple((name, repr(x)) for state in states for name, x in state if x is None or isinstance(x, kinds))
+    settings = tuple((name, repr(x)) for state in states for name, x in state if isinstance(x, _SETTINGS))
     return type(layer), weights, settings
 
 
