@@ -206,7 +206,22 @@ def test_every_name_is_known_to_all_commands(name):
         assert known_pipeline("pipeline", name.title()) in PIPELINES
     except ValueError as error:
         assert "only the VAE" in str(error)
-    assert not (find_called(name) or find_called("sd1")).why
+    called = find_called(name)
+    assert called is None or called.pipeline or not called.why
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline"),
+    [
+        ("MiniMaxAI/MiniMax-H3", "minimax-h3"),
+        ("Lightricks/LTX-2.3", "ltx2.3"),
+        ("tencent/HunyuanVideo-1.5", "hunyuan-video-1.5"),
+    ],
+)
+def test_a_pipeline_whose_vae_alone_is_not_known(name, pipeline):
+    assert known_pipeline("pipeline", name) == pipeline
+    with pytest.raises(ValueError, match="VAE is known only within its pipeline"):
+        named_model("model", name)
 
 
 @pytest.mark.parametrize(
