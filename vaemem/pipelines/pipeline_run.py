@@ -82,7 +82,8 @@ class PipelineRun:
                 if role not in stay:
                     self._cast(role)
                     self.unload(role)
-            late = sorted({*stay} - {*early})  # the order of pipe.to
+            late = [role for role in stay if role not in early]
+            late = late if self.request.pipeline.is_modular else sorted(late)  # the order of pipe.to
             for role in late:
                 self.load(role, quantises=self.parts[role].is_cast_on_card)
             for role in late:

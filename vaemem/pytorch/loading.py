@@ -140,7 +140,9 @@ def _convert_as_loaded(module: torch.nn.Module, dtype: torch.dtype) -> None:
     for name, weight in module.named_parameters():
         if kept & {*name.split(".")}:
             weight.data = weight.data.float()
-    if not kept and not is_transformers:
+    tensors = (*module.parameters(), *module.buffers())
+    is_mixed = any(x.is_floating_point() and x.dtype != dtype for x in tensors)
+    if not kept and not is_transformers and is_mixed:
         torch.nn.Module.to(module, dtype)
 
 
