@@ -90,7 +90,8 @@ def run(request, tmp_path_factory):
     monkeypatch.undo()
     folder = tmp_path_factory.mktemp(request.param)
     path = FOLDER / f"{request.param}.ipynb"
-    notebook = render.run(path, folder, IPYTHONDIR=str(folder), CUDA_VISIBLE_DEVICES="")
+    quiet = "ignore:IProgress not found"  # tqdm warns so without ipywidgets, and huggingface_hub imports tqdm
+    notebook = render.run(path, folder, IPYTHONDIR=str(folder), CUDA_VISIBLE_DEVICES="", PYTHONWARNINGS=quiet)
     return request.param, notebook, folder, render.html(notebook, path.stem)
 
 
