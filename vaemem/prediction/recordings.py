@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,6 +90,8 @@ def _read_shipped(path: str) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: str, stamp: int, size: int) -> Mapping[str, Any]:
+    import zlib  # the page has no such module, and reads no user's file
+
     with inside("pipeline", path=path, caught=(ValueError, OSError, RecursionError)):
         if size > _MOST_BYTES:
             raise ArgumentError("", f"at most {_MOST_BYTES >> 20} MiB", f"{size >> 20}")
