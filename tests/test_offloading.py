@@ -67,6 +67,13 @@ def strategy():
     return OffloadStrategy(predict_pipeline("sdxl", 1024, 1024, gpu="RTX 4060"))
 
 
+def test_components_of_recorded_pipelines_are_recognised():
+    """Their classes are in the recording, as is the second denoiser's."""
+    for name, class_name in (("kolors", "UNet2DConditionModel"), ("wan2.2-t2v-a14b", "WanTransformer3DModel")):
+        strategy = OffloadStrategy(predict_pipeline(name, 512, 512, gpu="H200"))
+        assert strategy.working_bytes(type(class_name, (torch.nn.Module,), {})()) > 1 << 26
+
+
 def manage(monkeypatch, card, strategy, sizes):
     """Components of SDXL's classes in a manager that offloads."""
     fakes = {

@@ -160,6 +160,15 @@ def test_longer_searches_find_what_the_package_finds(do, arguments, expected):
         assert ask("predict", way["run"])["verdict"] == way["verdict"], way
 
 
+def test_the_page_has_every_module_that_its_modules_load():
+    build = runpy.run_path(str(PAGE / "engine" / "build.py"))
+    modules = build["read_modules"]()
+    assert {"ask", "vaemem.prediction.recordings", "vaemem.pipelines.plan"} <= modules.keys()
+    build["LIBRARY"].remove("itertools")
+    with pytest.raises(ModuleNotFoundError, match="the page has no itertools"):
+        build["read_modules"]()
+
+
 def test_a_timeline_reaches_the_peak():
     run = run_of('sdxl decode 1024 --gpu "RTX 4090"')
     answer, found = vaemem.predict("sdxl", "decode", 1024, 1024, gpu="RTX 4090"), ask("timeline", run)

@@ -136,6 +136,8 @@ def test_other_programs_have_no_recordings(path):
 def test_what_cannot_be_recorded_is_refused(pipe, tmp_path):
     with refused("path"):
         record_pipeline(pipe, tmp_path / "mine.json")
+    with refused("pipe", names=["vae"]):
+        record_pipeline(pipe, tmp_path / "mine.vaemem", prompt="a", output_type="latent")
 
 
 class OtherVAE(diffusers.AutoencoderKL):
@@ -248,6 +250,14 @@ def changed(data, *place, value):
         (("row", "longest"), -1),
         (("row", "frame_factor"), 0),
         (("row", "loras"), 1),
+        (("row", "clip"), [1, 1]),
+        (("row", "clip"), [0, 1, 1]),
+        (("row", "sound"), [1, 0]),
+        (("row", "frame_range"), [5, 2]),
+        (("row", "workflow"), "a b"),
+        (("row", "another"), 1),
+        (("text",), "case\nchanges"),
+        (("text",), "case\nenter vae"),
         (("text",), "case\ntake 3 z | x"),
         (("text",), "case\nrepeat 99999999999999 n\ntake 1 | x\ndone"),
         (("text",), "case\nfree 0 99999999999 | x"),

@@ -55,6 +55,22 @@ def test_ways_of_a_plan():
     assert 'dtype={"default": torch.bfloat16, "vae": torch.float32}' in code
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "made"),
+    [
+        ("wan-1.3b", 80, 81),
+        ("wan2.2-t2v-a14b", 80, 81),
+        ("hunyuan-video-1.5", 80, 77),
+        ("ltx2.3", 80, 73),
+        ("minimax-h3", 125, 141),
+    ],
+)
+def test_frames_are_rounded_as_the_pipelines_code_does(name, asked, made):
+    """num_frames // 4 * 4 + 1 in Wan's, (num_frames - 1) // 4 latents after the first one in others', whole clips in
+    MiniMax-H3's."""
+    assert predict_pipeline(name, 256, 256, frames=asked, gpu="H200").request.frames == made
+
+
 def test_refusals():
     with refused("frames"):
         predict_pipeline("sd15", 512, 512, frames=9)

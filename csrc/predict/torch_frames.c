@@ -318,10 +318,10 @@ static tensor as_images(walk *w, const frame *f, const tensor *x, path name) {
 static tensor downsample(walk *w, frame *f, const tensor *x, path name) {
     const path own = at(name, ".resample.1");
     if (f->times == 1) {
-        tensor image = *x; /* one frame as an image has strides that are not channels_last */
+        tensor image = *x; /* PyTorch does not recognise the strides of a single image as channels_last */
         if (x->n == 1) image.layout = CONTIGUOUS;
         tensor y = vm_walk_downsample(w, &image, own);
-        /* as frames, it has other strides */
+        /* nor those of the frames that are made of the images again */
         if (w->vae->arch->slices && y.layout == CHANNELS_LAST) y.layout = CHANNELS_LAST_ONE;
         return y;
     }
@@ -429,7 +429,7 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
 
 /* A tile's decode or encode, with a list of its latent frames' results. The last one is bound until the next one
  * exists; an encode's until the next one begins. */
-static uint64_t convert_tile(walk *w, frame *f, const tensor *part) {
+static uint64_t half_of_tile(walk *w, frame *f, const tensor *part) {
     const uint64_t z = w->vae->arch->latent_channels;
     const bool decodes = w->vae->op == VM_DECODE;
     uint64_t rows = 0;
@@ -464,7 +464,7 @@ static uint64_t convert_tile(walk *w, frame *f, const tensor *part) {
  * encode leaves its moments. The frames of a tile count as channels. */
 tensor vm_walk_frame_tile(walk *w, frame *f, const tensor *part) {
     forget(w, f);
-    const uint64_t rows = convert_tile(w, f, part);
+    const uint64_t rows = half_of_tile(w, f, part);
     const tensor *y = &f->result;
     if (w->status) return *part;
     return take(w, y->n, y->c * (rows * f->times / y->h), y->h / f->times, y->w, CONTIGUOUS, (path){"cat"});

@@ -99,7 +99,7 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
         tensor part = *x;
         part.h = VM_MIN(in, x->h - i / cols * step);
         part.w = VM_MIN(in, x->w - i % cols * step);
-        const uint64_t planes = x->layout == CHANNELS_LAST ? x->n : x->n * x->c; /* of which each is dense */
+        const uint64_t planes = x->layout == CHANNELS_LAST ? x->n : x->n * x->c; /* one after the other in memory */
         part.slice = (part.h > 1 && part.w != x->w) || (planes > 1 && part.h * part.w != x->h * x->w);
         grid[i] = is_frame ? vm_walk_frame_tile(w, &f, &part) : untiled(w, &part);
     }

@@ -17,7 +17,7 @@ class Called(NamedTuple):
     of: the model that its VAE and modules belong to, if that is another one
     vae_of: the same if only the VAE is another model's
     needs: the names that a pipeline needs if this one means several
-    why: why there is no answer for the model
+    why: why there is no answer for the model; with a pipeline, why there is none for its VAE alone
     """
 
     vae: str = ""

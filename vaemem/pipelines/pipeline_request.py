@@ -330,9 +330,10 @@ def _find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
         stride, (first, *_), (least, most) = pipeline.frame_factor, pipeline.clip, pipeline.frame_range
         most = most or stride * (MOST_LATENT_FRAMES - 1) + 1
         frames = pipeline.frames if given.frames is None else whole("frames", given.frames, least=least, most=most)
-        # Code with clips rounds up to whole ones. Wan's own code rounds 80 frames up to 81, others' down to 77.
-        frames += stride - 1 - first if first > 1 else -1 if pipeline.recording else 0
-        return frames // stride * stride + first
+        if first > 1:  # code with clips rounds up to whole ones
+            return -(-(frames - first) // stride) * stride + first
+        rounds_up = pipeline.class_name.startswith("Wan")  # 80 frames to 81; others' code makes 77 of them
+        return (frames if rounds_up else frames - 1) // stride * stride + 1
     if given.frames is not None:
         raise ArgumentError("frames", f"None with {given.pipeline}, which makes images", repr(given.frames))
     return 1

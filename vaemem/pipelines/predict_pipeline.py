@@ -289,7 +289,7 @@ def _others(q: PipelineRequest) -> Iterator[tuple[PipelineRequest, str, str, lis
             made = parts_of(q.pipeline, q.dtype, dict.fromkeys(roles, kind), q.software.release, q.loras)
             by_role = {part.role: part for part in made if part.role in roles}
             run = replace(q, parts=tuple(by_role.get(part.role, part) for part in q.parts))
-            for offload in offloads[:2] if roles else ():
+            for offload in ("none", "model")[: len(offloads)] if roles else ():
                 yield run, offload, "whole", [f"{role}={kind}" for role in roles]
 
 

@@ -130,7 +130,7 @@ class PipelineText:
                     when = when if word == "case" else equations
                 elif word == "changes":
                     self.changes = [*map(int, given.split())]
-                    if min(self.changes) < 1:
+                    if min(self.changes, default=0) < 1:
                         raise ValueError("expected a step before each change")
                 elif word == "steps":
                     self.lines.append((when, _Line("steps", size=_Polynomial.read(given))))
@@ -312,7 +312,7 @@ def play_text(text: PipelineText, at: Mapping[str, int], run: _Run, left: dict[s
 
 
 def video_variables(frames: int, frame_factor: int, clip: Sequence[int], sound: Sequence[int]) -> dict[str, int]:
-    """Return the variables of a video with so many frames; of an image with 1.
+    """Return the variables f, l and a of a video with this number of frames. An image has 1 frame.
 
     frame_factor: frames of a clip
     clip: frames besides those of clips; frames of latents of a clip, and besides those of clips

@@ -24,9 +24,12 @@ _MOST_BYTES = 1 << 28
 _MOST_NODES, _MOST_WEIGHTS = 1 << 16, 1 << 17
 _ROLE = re.compile(r"[A-Za-z_]\w{0,63}")
 _COUNT: Callable[[Any], bool] = lambda value: type(value) is int and 0 <= value < 1 << 20  # noqa: E731
-_are_counts: Callable[[Any, int], bool] = lambda value, length: (  # noqa: E731
-    isinstance(value, list) and len(value) == length and all(map(_COUNT, value))
-)
+
+
+def _are_counts(value: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length and all(map(_COUNT, value))
+
+
 _ROW: Mapping[str, Callable[[Any], bool]] = {
     "dtype": lambda value: value in DTYPES,
     "vae_dtype": lambda value: value in ("", *DTYPES),

@@ -81,7 +81,7 @@ class Script:
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor in a layer's storage. number: of the storage, among those that the layer allocates"""
+    """A tensor in a storage that a layer allocates. number: the storage's, counted from the layer's first one"""
 
     number: int
     size: int
@@ -104,9 +104,10 @@ class _Layer(NamedTuple):
     """A layer's call.
 
     taken: how many storages it allocates
-    left: the numbers of those that it does not free before it returns
-    output: with a `_Place` for each tensor
-    dead: numbers in the script of those that it leaves and does not return; until all are free, it may keep something
+    left: numbers of the storages that live when it returns
+    output: what it returns, with a `_Place` for each tensor
+    dead: numbers, in the script, of storages that live when it returns and are not returned. If one lives when the next
+        layer is called, the layer keeps memory, and the call is not repeated
     """
 
     events: ModuleCall
@@ -147,7 +148,7 @@ class ScriptRecorder(ContentsRecorder):
         before = {number for _, number in self._alive.values()}
         known = self._layers.get(key)
         if known and not before & known.dead:
-            return self._replay(known)
+            return self._write_again(known)
         begin = self.script.taken
         out = run(*args, **kwargs)
         left = {number: address for address, (_, number) in self._alive.items()}
@@ -162,7 +163,7 @@ class ScriptRecorder(ContentsRecorder):
             self._layers[key] = _Layer(call, count, sorted(own.values()), output, dead)
         return out
 
-    def _replay(self, layer: _Layer) -> Any:
+    def _write_again(self, layer: _Layer) -> Any:
         """Write what a layer did; return outputs like its own. Its other storages die here."""
         begin, made = self.script.taken, dict[int, torch.Tensor]()
         self.script.calls[-1].extend(layer.events)

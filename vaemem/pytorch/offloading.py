@@ -12,6 +12,8 @@ from vaemem._errors import ArgumentTypeError
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines.pipeline_parts import PLACES
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
+from vaemem.pipelines.programs import load_program
+from vaemem.prediction.recordings import is_recorded_component
 from vaemem.pytorch.free_memory import count_bytes, find_free
 from vaemem.pytorch.loading import known_components
 
@@ -123,6 +125,8 @@ def choose_fewest(sizes: Sequence[tuple[int, Any]], lacking: int) -> list[Any]:
 
 
 def _class_name(component: str) -> str:
-    """Return the class of a denoiser or a text encoder that `vaemem.pytorch.load_pipeline` builds."""
+    """Return the class of a denoiser or a text encoder."""
+    if is_recorded_component(component):
+        return load_program(component).about
     class_name, *_ = known_components()[component]
     return str(class_name.rpartition(":")[2])

@@ -119,7 +119,7 @@ class _Calls(NamedTuple):
         return found | dict.fromkeys("k u c i e v".split(), 0)
 
     def frames_of(self, clips: int) -> int:
-        """Return the frames of a video of so many clips."""
+        """Return how many frames a video with this number of clips has."""
         return self.frames * clips + self.clip[0]
 
     def ask(self, pipe: Any, at: Values) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def _type_of(module: torch.nn.Module) -> str:
 
 
 def _turn_off_tiles(modules: Mapping[str, Any]) -> list[str]:
-    """Turn off the tiles of VAEs. Return notes about those that the C walk does not know."""
+    """Turn off the tiles of VAEs. Return a note for each VAE that the C walk does not know."""
     tiled = [role for role, module in modules.items() if getattr(module, "use_tiling", False)]
     for role in tiled:
         modules[role].use_tiling = False
@@ -441,12 +441,11 @@ def record_row(row: Mapping[str, Any], progress: Progress = None) -> dict[str, A
 
     image = {"image": Image.new("RGB", (64, 64))} if row["call"].get("image") else {}
     factor = row.get("factor") or whole("vae_scale_factor", getattr(pipe, "vae_scale_factor", 8))
+    alike = {name: row[name] for name in "unguided clip sound least_clips least_steps pieces".split() if name in row}
     calls = _Calls(
-        {**row["call"], **image}, factor, row.get("unguided"), 0 if row.get("words", True) else row["tokens"],
-        row["tokens"] != CLIP_TOKENS,
-        row.get("unit", 2 * factor) // factor, row.get("frame_factor", 4),
-        row.get("most_batch", 0), row.get("clip", (1, 1, 1)), row.get("sound", (0, 1)), row.get("least_clips", 1),
-        row.get("least_steps", 1), row.get("pieces", ()),
+        {**row["call"], **image}, factor, words=0 if row.get("words", True) else row["tokens"],
+        pads=row["tokens"] != CLIP_TOKENS, unit=row.get("unit", 2 * factor) // factor,
+        frames=row.get("frame_factor", 4), most=row.get("most_batch", 0), **alike,
     )  # fmt: skip
     return _record_file(pipe, calls, row, progress)
 
@@ -465,7 +464,7 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     done = [*zip((*points, *checks), found, strict=True)]
     of_vae = [called for call in found for called in call.calls if called.role == "vae"]
     if not of_vae:
-        raise ArgumentError("pipe", "a VAE, whose role is vae", ", ".join(modules))
+        raise ArgumentError("pipe", "a pipeline that calls its component vae", f"one with {', '.join(modules)}")
     vaes = {"vae": modules["vae"]} if _is_walked(modules["vae"], of_vae) else {}
     of_roles = grouped((called for call in found for called in call.calls), lambda called: called.role)
     labels = {role: [*dict.fromkeys(called.label for called in of)] for role, of in of_roles.items()}

@@ -21,11 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import brython
-
 ENGINE = Path(__file__).resolve().parent
 PAGE, ROOT = ENGINE.parent, ENGINE.parents[2]
-BRYTHON = Path(brython.__file__).parent / "data"
 ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", "wasm32-wasi", "-Oz"]
 SOURCES = ["csrc/*.c", "csrc/predict/*.c", "csrc/python/*.c", "kernels/*.c", "kernels/ref/*.c", "docs/page/engine/*.c"]
 NOT_IN_THE_CORE = {"py_cuda.c", "py_kernels.c", "py_lock.c", "py_model.c", "py_run.c"}  # the page runs no VAE
@@ -80,14 +77,10 @@ def imports(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{one.name}" for one in node.names)
 
 
-def read_library() -> dict[str, list]:
-    """Read ask.py and all modules that it imports; those of lib/ replace others of their names. Return them as Brython
-    stores modules: {name: [kind, source, imports, 1 if a package]}."""
-    text = (BRYTHON / "brython_stdlib.js").read_text("utf-8")
-    start, end = text.index("var scripts = ") + len("var scripts = "), text.rindex("\n__BRYTHON__.update_VFS")
-    brythons = json.loads(text[start:end])
-    found = {name: brythons[name] for name in LIBRARY}
-    found["_engine"] = [".js", '__BRYTHON__.addToImported("_engine", globalThis.engine)']
+def read_modules() -> dict[str, tuple[ast.Module, bool]]:
+    """Read ask.py and all modules that it imports; those of lib/ replace others of their names. Return {name: (code,
+    whether it is a package)}. ModuleNotFoundError if one imports, when it is loaded, what the page does not have."""
+    found = dict[str, tuple[ast.Module, bool]]()
     ours = (
         path.relative_to(ENGINE / "lib").with_suffix("") for path in (ENGINE / "lib").glob("*")
     )  # Brython's need some
@@ -100,9 +93,30 @@ def read_library() -> dict[str, list]:
             if path.is_file() and ".".join(parts) not in found:
                 tree = Strip().visit(ast.parse(path.read_text("utf-8")))
                 wanted += imports(tree)
-                source = ast.unparse(ast.fix_missing_locations(tree))
-                found[".".join(parts)] = [".py", source, [], *[1] * (path.name == "__init__.py")]
+                found[".".join(parts)] = ast.fix_missing_locations(tree), path.name == "__init__.py"
+    for name, (tree, _) in found.items():
+        loaded = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        roots = {one.partition(".")[0] for one in imports(loaded)} & sys.stdlib_module_names
+        if lacking := roots - {*LIBRARY, *found}:
+            raise ModuleNotFoundError(f"{name}: the page has no {', '.join(sorted(lacking))}")
     return found
+
+
+def read_library() -> dict[str, list]:
+    """Return the page's modules as Brython stores modules: {name: [kind, source, imports, 1 if a package]}."""
+    text = (brython_data() / "brython_stdlib.js").read_text("utf-8")
+    start, end = text.index("var scripts = ") + len("var scripts = "), text.rindex("\n__BRYTHON__.update_VFS")
+    brythons = json.loads(text[start:end])
+    found = {name: brythons[name] for name in LIBRARY}
+    found["_engine"] = [".js", '__BRYTHON__.addToImported("_engine", globalThis.engine)']
+    modules = read_modules().items()
+    return found | {name: [".py", ast.unparse(tree), [], *[1] * package] for name, (tree, package) in modules}
+
+
+def brython_data() -> Path:
+    import brython  # of the extra [site]
+
+    return Path(brython.__file__).parent / "data"
 
 
 def pack(files: dict[str, str]) -> dict[str, Any]:
@@ -135,7 +149,7 @@ def compile_core(out: Path) -> None:
 def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     shown = [path for kind in ("html", "css", "js") for path in PAGE.glob(f"*.{kind}")]
-    for path in [*shown, *ENGINE.glob("*.js"), BRYTHON / "brython.js"]:
+    for path in [*shown, *ENGINE.glob("*.js"), brython_data() / "brython.js"]:
         shutil.copy(path, out)
     package = ROOT / "vaemem"
     texts = [*package.glob("data/pipelines/*.txt"), *package.glob("data/pipelines/*.vaemem")]
