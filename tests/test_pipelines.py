@@ -455,7 +455,7 @@ def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
     found = p.formula
     assert {line.phase.partition(",")[0] for line in found.allocated.lines} == {phase.name for phase in p.phases}
     assert not found.left_out
-    for at in ((512, 512, 1), (1536, 1024, 2), (1024, 640, min(3, found.grid.batches[-1]))):
+    for at in ((512, 512, 1), (1536, 1024, min(2, found.grid.batches[-1])), (1024, 640, min(3, found.grid.batches[-1]))):
         other = predict_pipeline(pipeline, *at, **where)
         assert other.peak <= found.predict(*at)
         assert max(phase_.allocated for phase_ in other.phases) <= found.allocated.predict(*at)
