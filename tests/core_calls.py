@@ -462,8 +462,8 @@ class Core:
 
 def stand_in() -> None:
     """Every module of the package calls the core through `Core` from now on, and the log has every verdict."""
-    for name in ("vaemem.prediction.predict", "vaemem.pipelines.predict_pipeline"):
-        importlib.import_module(name)
+    for name in ("prediction.predict", "pipelines.by_diffusers", "pipelines.by_comfyui", "pipelines.by_sdcpp"):
+        importlib.import_module(f"vaemem.{name}")
     core = Core()
     for name, module in [*sys.modules.items()]:
         if name.startswith("vaemem.") and getattr(module, "_core", None) is _core:

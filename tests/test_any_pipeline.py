@@ -19,12 +19,11 @@ import torch_pipelines
 from errors import refused
 
 from vaemem import ArgumentError, SimulatedProcess, predict_pipeline
-from vaemem.pipelines.recorded import ScriptWriter
 from vaemem.prediction.request import find_card
 from vaemem.pytorch import RecordedPrediction, safe_decode
 from vaemem.pytorch import predict_pipeline as predict_any
 from vaemem.pytorch.loading import random_pipeline
-from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
+from vaemem.pytorch.pipeline_recorder import PipelineRecorder, ScriptWriter, recording_pipelines
 
 CUDA, WAYS = torch_pipelines.CUDA, torch_pipelines.WAYS
 SIZES = {"height": 64, "width": 64, "num_inference_steps": 4, "output_type": "pil", "gpu": "RTX 4090"}

@@ -311,7 +311,7 @@ def test_a_fit_that_rests_on_plans_that_are_not_known():
         assert other.fits == (guesses is not None)
         assert other.on_card is None if not other.fits else other.on_card <= room < other.peak == p.peak
         settings = {"offload": "none", "vae": "whole"}
-        way = sys.modules["vaemem.pipelines.plan"]._way(other, "", settings, "", None)
+        way = sys.modules["vaemem.pipelines.by_diffusers"]._way(other, "", settings, "", None)
         assert way.unsure == other.tight_because and bool(way.unsure) == other.fits
         assert other.fits is False or (other.judged.why == GUESSES) == guesses
         if guesses:
@@ -455,7 +455,8 @@ def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
     found = p.formula
     assert {line.phase.partition(",")[0] for line in found.allocated.lines} == {phase.name for phase in p.phases}
     assert not found.left_out
-    for at in ((512, 512, 1), (1536, 1024, min(2, found.grid.batches[-1])), (1024, 640, min(3, found.grid.batches[-1]))):
+    most = found.grid.batches[-1]
+    for at in ((512, 512, 1), (1536, 1024, min(2, most)), (1024, 640, min(3, most))):
         other = predict_pipeline(pipeline, *at, **where)
         assert other.peak <= found.predict(*at)
         assert max(phase_.allocated for phase_ in other.phases) <= found.allocated.predict(*at)

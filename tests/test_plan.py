@@ -472,11 +472,11 @@ def test_the_hosts_memory_is_assumed_aloud(monkeypatch):
     told = plan_pipeline("flux", gpu="RTX 3060", **asked, host_memory="64 GiB")
     assert told["streamed group offload, VAE whole"].fits and "of weights, of 64.00 GB." in told.reason
     monkeypatch.setattr("vaemem.prediction.request.present_gpu", lambda: find_gpu("RTX 3060"))
-    monkeypatch.setattr("vaemem.pipelines.plan.available_memory", lambda: 50 * GIB)
+    monkeypatch.setattr("vaemem.pipelines.pipeline_arguments.available_memory", lambda: 50 * GIB)
     here = plan_pipeline("flux", **asked)
     assert here.room.host == 50 * GIB and "of weights, of 50.00 GB free in this machine." in here.reason
     assert plan_pipeline("flux", gpu="RTX 3060", **asked).room.host == 30 << 30, "another machine's card is meant"
-    monkeypatch.setattr("vaemem.pipelines.plan.available_memory", lambda: None)
+    monkeypatch.setattr("vaemem.pipelines.pipeline_arguments.available_memory", lambda: None)
     assert plan_pipeline("flux", **asked).room.host == 30 << 30
 
 

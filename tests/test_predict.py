@@ -31,7 +31,7 @@ from vaemem import (
 from vaemem.__main__ import main
 from vaemem._errors import ArgumentOverflowError
 from vaemem._render import in_gb, in_mib
-from vaemem.pipelines.plan import weights_bytes
+from vaemem.pipelines.by_mlx import weights_bytes
 from vaemem.prediction import profiles, workspace
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.formula import formula

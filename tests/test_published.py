@@ -8,7 +8,7 @@ import pytest
 
 from vaemem import Table, predict_pipeline, seed_table
 from vaemem._common import shipped
-from vaemem.pipelines import ways_mlx
+from vaemem.pipelines import by_mlx
 from vaemem.prediction.seconds import Seconds
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -98,7 +98,7 @@ def test_it_ran_out_in_diffusion_and_not_in_decode():
 
 
 def test_its_vae_has_the_size_of_float32():
-    assert round(ways_mlx.vae_bytes("flux", "all", "float32") / MIB) == 320
+    assert round(by_mlx.vae_bytes("flux", "all", "float32") / MIB) == 320
 
 
 def test_judgements_are_printed_by_name(capsys):

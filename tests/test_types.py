@@ -4,13 +4,17 @@ import inspect
 import os
 import subprocess
 import sys
+from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from vaemem import _types
+from vaemem import _types, plan_pipeline, predict_pipeline
 from vaemem._common import SPELT_DTYPES
+from vaemem.pipelines.by_programs import PLANNED_RUNTIMES
+from vaemem.pipelines.pipeline_arguments import PipelineArguments, PlanArguments
 from vaemem.prediction.runtimes import PROGRAM_NAMES, PROGRAMS, RUNTIMES
 
 PROJECT = """
@@ -71,8 +75,6 @@ def test_the_types_name_what_there_is():
 def test_overloads_have_the_functions_own_parameters():
     from typing import get_overloads
 
-    from vaemem.pipelines.predict_pipeline import predict_pipeline
-
     known = inspect.signature(predict_pipeline).parameters
     by_torch, *others = (inspect.signature(one).parameters for one in get_overloads(predict_pipeline))
     assert {name: one.default for name, one in by_torch.items()} == {name: one.default for name, one in known.items()}
@@ -81,3 +83,23 @@ def test_overloads_have_the_functions_own_parameters():
         assert {name: known[name].default for name in other if name != "runtime"} == {
             name: one.default for name, one in other.items() if name != "runtime"
         }
+
+
+@pytest.mark.parametrize(("function", "kept"), [(predict_pipeline, PipelineArguments), (plan_pipeline, PlanArguments)])
+def test_arguments_of_pipelines_are_kept_as_they_came(function, kept):
+    """`PipelineArguments` has all parameters of `predict_pipeline` with their defaults, `PlanArguments` those of
+    `plan_pipeline`, and the files of programs name no other ones."""
+    known = {name: one.default for name, one in inspect.signature(function).parameters.items()}
+    required = {name for name, default in known.items() if default is inspect.Parameter.empty}
+    made = kept(*required)
+    assert required == {"pipeline", "height", "width"}
+    assert {name: getattr(made, name) for name in known.keys() - required} == {
+        name: default for name, default in known.items() if name not in required
+    }
+    more = {field.name for field in fields(kept)} - known.keys()
+    assert more == (
+        {"model_note"} if kept is PipelineArguments else {"model_note", "offload", "vae", "vae_memory_limit"}
+    )
+    for runtime in PLANNED_RUNTIMES:
+        program = import_module(f"vaemem.pipelines.by_{runtime.replace('.', '')}")
+        assert {*program.UNUSED} <= {field.name for field in fields(PlanArguments)}

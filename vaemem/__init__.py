@@ -29,8 +29,9 @@ if _TYPE_CHECKING:
     from vaemem.engine.tiling import Tiling
     from vaemem.engine.vae import VAE
     from vaemem.out_of_memory.explanation import explain
+    from vaemem.pipelines.by_diffusers import PipelinePrediction
     from vaemem.pipelines.plan import plan_pipeline
-    from vaemem.pipelines.predict_pipeline import PipelinePrediction, predict_pipeline
+    from vaemem.pipelines.predict_pipeline import predict_pipeline
     from vaemem.pipelines.ways import PipelinePlan
     from vaemem.prediction.bound import bound
     from vaemem.prediction.formula import formula
@@ -56,8 +57,9 @@ _NAMES = {
     "engine.tiling": "Tiling",
     "engine.vae": "VAE",
     "out_of_memory.explanation": "explain",
+    "pipelines.by_diffusers": "PipelinePrediction",
     "pipelines.plan": "plan_pipeline",
-    "pipelines.predict_pipeline": "PipelinePrediction predict_pipeline",
+    "pipelines.predict_pipeline": "predict_pipeline",
     "pipelines.ways": "PipelinePlan",
     "plot": "plot",
     "prediction.bound": "bound",

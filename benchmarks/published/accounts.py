@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from vaemem._common import MIB
 from vaemem._render import Columns
+from vaemem.pipelines.by_mlx import vae_bytes
 from vaemem.pipelines.plan import plan_pipeline
 from vaemem.pipelines.predict_pipeline import predict_pipeline
 from vaemem.pipelines.ways import Outcome, PipelinePlan
-from vaemem.pipelines.ways_mlx import vae_bytes
 from vaemem.sdcpp.graphs import graph
 from vaemem.tables.estimators import SD15_AVERAGE_CHANNELS, sd15_equation
 

@@ -1,6 +1,6 @@
 """A note on MLX's VAE decode ("VAE Memory Spike Analysis" of a Z-Image port in Swift), claim by claim.
 
-MLX runs on Apple's GPUs alone. So a claim is judged by the sizes that MLX's sources fix (`vaemem.pipelines.ways_mlx`),
+MLX runs on Apple's GPUs alone. So a claim is judged by the sizes that MLX's sources fix (`vaemem.pipelines.by_mlx`),
 by a count, or by what MLX documents. The note is about Z-Image, which has FLUX.1's VAE.
 """
 
@@ -12,8 +12,7 @@ from typing import Any
 
 from published.claims import FAILS, HOLDS, UNKNOWN, Checked, Claim, Finding
 from vaemem.engine.vae import VAE
-from vaemem.pipelines.plan import weights_bytes
-from vaemem.pipelines.ways_mlx import TILE, MetalConv, decode, vae_bytes, workspace
+from vaemem.pipelines.by_mlx import TILE, MetalConv, decode, vae_bytes, weights_bytes, workspace
 
 MODEL, HEIGHT, WIDTH, GIB = "flux", 1536, 2304, 1 << 30
 COUNTED, DOCUMENTED, NOWHERE = "counted", "documented", "nothing here judges it"

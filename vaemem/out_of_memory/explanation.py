@@ -22,9 +22,9 @@ from vaemem.out_of_memory.pipeline_runs import find_pipeline_runs, lacks_room
 from vaemem.out_of_memory.refusals import AGREES, PLAYED
 from vaemem.out_of_memory.runs import ALIKE, TELLING, Found, Match, find_runs, predict_rounded
 from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Size
+from vaemem.pipelines.by_diffusers import PipelinePrediction
 from vaemem.pipelines.components import PIPELINES, known_pipeline
 from vaemem.pipelines.pipeline_request import PipelineRequest
-from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.prediction.gpus import Gpu, coarse_names, find_gpu, gpu_names
 from vaemem.prediction.predict import Prediction, shell_command
 from vaemem.prediction.request import Card

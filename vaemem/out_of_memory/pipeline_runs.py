@@ -14,7 +14,8 @@ from vaemem.out_of_memory.refusals import AGREES, PLAYED, Calls, Refusals
 from vaemem.out_of_memory.runs import TELLING, TOLD, Found, Match
 from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Areas, Size, list_sizes
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, resolve_pipeline
+from vaemem.pipelines.pipeline_arguments import PipelineArguments
+from vaemem.pipelines.pipeline_request import PipelineRequest, resolve_pipeline
 from vaemem.pipelines.pipeline_run import PipelineRun, play_pipeline
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.process import SimulatedProcess
@@ -36,10 +37,7 @@ def request_for(
 ) -> PipelineRequest:
     """Return the request for a pipeline with its defaults; ValueError for an impossible size."""
     known, (height, width) = PIPELINES[name], size
-    given = PipelineArguments(
-        name, height, width, 1, None, known.guides_in("diffusers"), None, None, False, known.steps,
-        frames=frames if known.frames else None,
-    )  # fmt: skip
+    given = PipelineArguments(name, height, width, frames=frames if known.frames else None)
     return resolve_pipeline(given, card or Card(find_gpu(USUAL_GPU)), Software()).run_with(offload, "whole")
 
 

@@ -9,13 +9,10 @@ the nodes are in the host's memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vaemem import _core
-from vaemem._common import MOST_BATCH, meant, whole
 from vaemem._core import OutOfMemoryError
-from vaemem._errors import ArgumentError, Named
 from vaemem.pipelines import programs
 from vaemem.pipelines.comfyui import (
     CLASSIC,
@@ -34,25 +31,23 @@ from vaemem.pipelines.comfyui import (
     estimate_denoiser,
     estimate_vae,
 )
-from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, VAE_STRIDE, vae_counts, weights_of
+from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, VAE_STRIDE, vae_counts
 from vaemem.pipelines.pipeline_parts import Part
-from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, image_sides, is_tile
-from vaemem.pipelines.storage import stored
+from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.held import LoadedVAE, Tensor, Variables
 from vaemem.prediction.passing import BY_DIFFUSERS, Passing
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.plays import Plays
 from vaemem.prediction.process import PeakTensor
-from vaemem.prediction.request import PAGE, Card, Software
+from vaemem.prediction.request import PAGE
 from vaemem.prediction.runtimes import architecture, shipped_models
-from vaemem.prediction.usual import BFLOAT16_SM, usual_dtypes
+from vaemem.prediction.usual import BFLOAT16_SM
 
 CLIP = "text_encoder"  # the role of all text encoders together, which are one model for the manager
 FALLBACK_TILE = 512  # pixels of a tile's side by default, and after AutoencoderKL's decode ran out of memory
 LOW, NO, WHOLE = "--lowvram", "--novram", "--disable-smart-memory"
 COMFYUI_OPTIONS = ("none", LOW, NO, WHOLE)  # none: without an option
 LEAST_SM = 70
-_SLOW_HALF = re.compile(r"\b16[356]0|\bT(500|550|600|1000|1200|2000)|MX[45]50|CMP 30HX")  # it computes in float32 there
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
 _QWEN_TEMPLATE = 34  # tokens of the template before the part that is kept
 DYNAMIC = (
@@ -436,60 +431,3 @@ def describe_decisions(run: ComfyUIRun) -> Iterator[str]:
         yield "vae: of its layers that come for their calls, the largest counts during the whole decode"
     if run.clip_on_cpu:
         yield "text encoders: ComfyUI computes on the CPU, because the embedding of tokens has no room on the card"
-
-
-def resolve_workflow(
-    given: PipelineArguments, card: Card, software: Software, offload: Any, vae: Any
-) -> PipelineRequest:
-    """Resolve names and defaults of a workflow. ValueError names the argument that has no answer."""
-    name, known = given.pipeline, PIPELINES[given.pipeline]
-    if name not in WORKFLOWS:
-        why = f"{NO_KLEIN}; " if name.startswith("flux2") else ""
-        wanted = f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'"
-        raise ArgumentError("pipeline", wanted, repr(name), (why, Named("runtime", "diffusers"), " predicts it"))
-    if given.image:
-        raise ArgumentError(
-            "image", "False with runtime='comfyui', whose workflow begins with an empty latent", str(given.image)
-        )
-    if offload == "--disable-dynamic-vram":  # newer versions then have the classic manager
-        offload = COMFYUI_OPTIONS[0]
-    if isinstance(offload, str) and re.search("aimdo|dynamic", offload):
-        raise ArgumentError("offload", ", ".join(map(repr, COMFYUI_OPTIONS)), repr(offload), DYNAMIC)
-    offload = meant("offload", offload, COMFYUI_OPTIONS)
-    how, _, side = str(vae).partition(" ")
-    if how == "tiled" and side and not is_tile(side, 2 * VAE_STRIDE):
-        raise ArgumentError("vae", "the side of a tile in pixels, a multiple of 16 as in 'tiled 512'", repr(vae))
-    vae = f"tiled {side or FALLBACK_TILE}" if how == "tiled" else meant("vae", vae, ("whole", "tiled"))
-    gpu, work = card.gpu, WORKFLOWS[name]
-    if gpu.maker != "NVIDIA" or gpu.sm < work.least_sm or _SLOW_HALF.search(gpu.name):
-        least = f"an NVIDIA card of compute capability {work.least_sm / 10:.1f} or more but no GTX 16"
-        needed = f"{least}, with {name} and runtime='comfyui'"
-        raise ArgumentError("gpu", needed, repr(gpu.name), "ComfyUI chooses other types and sizes there")
-    height, width = image_sides(given.height, given.width, known.stride, f" for {name}", known.most_side)
-    half = gpu.sm >= BFLOAT16_SM
-    asked = work.tokens if given.prompt_tokens is None else given.prompt_tokens
-    tokens = max(whole("prompt_tokens", asked), work.least_tokens)
-    types = {CLIP: work.encoder_dtype, known.denoiser: given.dtype or work.dtypes[0 if half else 1],
-             "vae": usual_dtypes("comfyui", known.parts["vae"], gpu.sm, False).dtype}  # fmt: skip
-    for role, type in (given.components or {}).items():
-        if role != "vae":
-            raise ArgumentError("components", "a type for 'vae' only, with runtime='comfyui'", repr(role))
-        types[role] = meant("components['vae']", type, ("float16", "bfloat16", "float32"))
-    modules = {CLIP: work.encoder, known.denoiser: work.denoiser, "vae": known.parts["vae"]}
-    parts = tuple(_part(role, component, types[role]) for role, component in modules.items())
-    guidance, batch = given.guidance and known.guides, whole("batch", given.batch, most=MOST_BATCH)
-    return PipelineRequest(
-        card, software, name, height, width, batch, tokens, guidance, given.steps, False, parts,
-        offload=offload, vae=vae, safe=given.safe,
-    )  # fmt: skip
-
-
-def _part(role: str, component: str, dtype: str) -> Part:
-    """Store a model's weights in a type."""
-    weights: Iterable[Sequence[Any]]
-    if component in shipped_models():
-        weights = _core.Trace.parameters(architecture(component), "comfyui")
-    else:
-        weights = weights_of(component)
-        meant("dtype", dtype, programs.load_program(component).dtypes)
-    return Part(role, component, dtype, tuple(stored(weights, dtype, "all", dtype)))

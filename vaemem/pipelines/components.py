@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import MOST_SIDE, letters, meant, shipped
-from vaemem._errors import ArgumentError, Named
+from vaemem._errors import ArgumentError
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
 from vaemem.prediction.recordings import (
@@ -155,10 +155,6 @@ class Pipeline(NamedTuple):
         """Whether it converts a VAE like SDXL's from float16 to float32 for its calls."""
         return self.converts or (self.class_name.startswith("StableDiffusionXL") and self.parts["vae"] == "sdxl")
 
-    def guides_in(self, runtime: str) -> bool:
-        """Whether it guides by default. ComfyUI's workflows always have a negative prompt."""
-        return runtime == "comfyui" or not self.unguided
-
     def most_images(self, guidance: bool) -> int:
         """Return the largest batch that is known, 0 for any. Guidance doubles the images of a call."""
         halves = guidance and self.guides and not self.recording  # a recording has pictures
@@ -227,29 +223,6 @@ def known_pipeline(argument: str, name: Any, among: Iterable[str] = ()) -> str:
     if called:
         raise ArgumentError(argument, "", f"{called.why}, got {name!r}")
     return meant(argument, name, PIPELINES if is_own else [*among] or PIPELINES, {})
-
-
-# Arguments that a runtime does not use.
-WITHOUT = {
-    "diffusers": ("flash", "cache_limit"),
-    "comfyui": ("image", "flash", "cache_limit", "types", "vae_memory_limit", "diffusers_version", "frames", "lora"),
-    "sd.cpp": (
-        "image", "cache_limit", "dtype", "vae_memory_limit", "cudnn_version", "torch_version", "diffusers_version",
-        "frames", "lora",
-    ),
-    "mlx": (
-        "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
-        "cudnn_version", "torch_version", "diffusers_version", "frames", "lora",
-    ),
-}  # fmt: skip
-
-
-def refuse(runtime: str, **given: Any) -> None:
-    """Raise ValueError for an argument, neither None nor False, that the runtime does not use."""
-    for name, value in given.items():
-        if value is not None and value is not False and name in WITHOUT[runtime]:
-            wanted = ("None with ", Named("runtime", runtime), ", which does not use it")
-            raise ArgumentError(name, wanted, repr(value))
 
 
 def is_vae(component: str) -> bool:

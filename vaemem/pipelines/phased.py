@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from vaemem._common import as_csv, write
 from vaemem._render import Actions, Block, Bullets, Columns, Sizer, in_gb
+from vaemem.pipelines.pipeline_parts import Part
+from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.answer import Answer, alias, largest_tensor
 from vaemem.prediction.planned import Phase, Result
 from vaemem.prediction.plays import Plays
 from vaemem.prediction.predict import Advice
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
 from vaemem.prediction.request import PAGE, Request
+from vaemem.prediction.seconds import machine_of
 from vaemem.prediction.verdict import FITS, judge_played
 
 UNCOMPARED = "nobody compared this pipeline with a run"
@@ -46,6 +50,7 @@ class PhasedAnswer(Answer):
     on_card: int | None = alias("judged.took")
     peak: int = alias("result.fullest.total")
     bottleneck: str = alias("result.fullest.name")
+    least: int = alias("judged.least")
     band: tuple[int, int] = alias("judged.band")
     upper: int = alias("judged.upper")
 
@@ -172,3 +177,28 @@ class PhasedAnswer(Answer):
             f"{phase.name} {in_gb(phase.total)} ({in_gb(phase.weights)} of weights)" for phase in self.phases
         )
         return f"<{type(self).__name__} {self.title}: {self.summary}; {shown}>"
+
+
+class PlayedAnswer(PhasedAnswer):
+    """Phases of a pipeline of known parts, which a simulated process of PyTorch played."""
+
+    request: PipelineRequest
+    pipeline: str = alias("request.name")
+    work: Callable[..., dict[str, float]] = alias("request.work")
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {part.role: part for part in self.request.parts}
+
+    def _seconds(self) -> dict[str, dict[str, float]]:
+        if self.coarse:
+            return {}
+        machine, whole = machine_of(self.card.gpu, dtype=self.request.dtype), Counter[str]()
+        works: dict[str, Any] = {phase.name: self.work(phase, machine) for phase in self.phases if phase.name != "load"}
+        for work in works.values():
+            whole.update(work)  # adds counts, also fractions
+        took = {name: machine.seconds(work) for name, work in {**works, "whole": whole}.items()}
+        return {
+            name: {"seconds": one.likely, "seconds_low": one.low, "seconds_high": one.high}
+            for name, one in took.items()
+        }

@@ -23,6 +23,7 @@ from vaemem.pipelines.components import (
 )
 from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
 from vaemem.pipelines.lora import LORAS_SINCE, Lora, read_loras
+from vaemem.pipelines.pipeline_arguments import PipelineArguments
 from vaemem.pipelines.pipeline_parts import Part, has_blocks, is_from_a_file, parts_of
 from vaemem.pipelines.quantising import (
     SCHEMES,
@@ -30,10 +31,12 @@ from vaemem.pipelines.quantising import (
 )
 from vaemem.pipelines.storage import GGML, MIXTURES
 from vaemem.pipelines.text import video_variables
+from vaemem.prediction.planned import Phase
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.recordings import component_of
 from vaemem.prediction.request import Card, Request, Software, usual_tile
 from vaemem.prediction.runtimes import diffusers_release
+from vaemem.prediction.seconds import Machine, peak, vae_work
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 OFFLOADS = ("none", "model", "sequential")
@@ -158,6 +161,37 @@ class PipelineRequest(Request):
     def groups_vae(self) -> bool:
         """Whether block_level can offload its VAE: AutoencoderKL and AutoencoderKLWan name their blocks."""
         return has_blocks(self.part("vae").component)
+
+    def work(self, phase: Phase, machine: Machine | None = None) -> dict[str, float]:
+        """Return a phase's work after loading, for `vaemem.prediction.seconds.Machine`. If a short prompt is encoded in
+        less time than it takes to read the encoders' weights, reading them is the work. A VAE converted to float32
+        counts as the FLOPs that take the same time in the pipeline's type, because the rate is for that type.
+
+        Examples
+        --------
+        >>> p = predict_pipeline("sd15", 512, 512, gpu="T4", offload="model")
+        >>> [sorted(p.work(phase)) for phase in p.phases[-2:]]
+        [['link', 'unet'], ['link', 'memory', 'vae']]
+        """
+        vae = self.part("vae")
+        work = {self.pipeline.denoiser if phase.kind == "denoise" else "transformer": float(phase.flops)}
+        if phase.kind in ("encode image", "decode"):
+            is_slower = vae.upcast and self.vae != "vaemem"
+            slower = peak(self.card.gpu, vae.dtype) / peak(self.card.gpu, "float32") if is_slower else 1
+            work = vae_work(slower * phase.flops, slower * phase.attended, phase.moved)
+        if machine and phase.flops and phase.kind == "encode prompt":
+            read = {"memory": float(sum(part.nbytes for part in self.parts if part.role in self.pipeline.encoders))}
+            work = max(work, read, key=lambda one: machine.seconds(one).likely)
+        work |= {"link": float(phase.sent), "cpu": float(phase.host_flops)}
+        if (
+            self.group and phase.name != "load"
+        ):  # its groups come from the disk, or go back to the host unless it has copies
+            back = 1 if self.group.use_stream else 2
+            work |= {"disk": work["link"]} if self.group.offload_to_disk_path else {"link": back * work["link"]}
+        if self.group and self.group.use_stream and machine:  # weights come while the card computes: the longer counts
+            moved: dict[str, float] = {name: work.pop(name) for name in ("link", "disk") if name in work}
+            work = max(work, moved, key=lambda one: machine.seconds(one).likely)
+        return {name: amount for name, amount in work.items() if amount}
 
     def run_with(self, offload: Any, vae: str, vae_memory_limit: int | str | None = None) -> PipelineRequest:
         """Return a copy with these arguments of `predict_pipeline`. ValueError names an impossible one."""
@@ -305,25 +339,6 @@ def describe_size(height: int, width: int, frames: int | None) -> str:
     return f"{height}x{width}" + ("" if frames is None else f", {frames} frames")
 
 
-@dataclass(frozen=True)
-class PipelineArguments:
-    """Arguments of `vaemem.predict_pipeline` for its output, as documented there."""
-
-    pipeline: str
-    height: int
-    width: int
-    batch: int
-    prompt_tokens: int | None
-    guidance: bool
-    dtype: Any
-    components: Mapping[str, Any] | None
-    image: bool | tuple[int, int]
-    steps: int
-    safe: bool = False
-    frames: int | None = None
-    lora: Any = None
-
-
 def _find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
     """Return the frames that a pipeline makes: 1 for an image."""
     if pipeline.frames:
@@ -339,16 +354,6 @@ def _find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
     return 1
 
 
-def begins_with(image: Any) -> bool | tuple[int, int]:
-    """Check the argument `image` of `vaemem.predict_pipeline`: whether there is one, or the size of its own image."""
-    if not isinstance(image, tuple | list) or len(image) != 2:
-        if not isinstance(image, bool):
-            raise ArgumentError("image", "True, False, or (height, width) of the image to make first", repr(image))
-        return image
-    with inside("image"):
-        return whole("height", image[0]), whole("width", image[1])
-
-
 def _made(pipeline: str, height: int, width: int) -> tuple[int, int]:
     """Return the sides of the image that a pipeline makes for these."""
     known = PIPELINES[pipeline]
@@ -361,7 +366,7 @@ def _made(pipeline: str, height: int, width: int) -> tuple[int, int]:
 def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -> PipelineRequest:
     """Resolve names and defaults, without offloading and with a whole VAE. ValueError names the argument that has no
     answer."""
-    pipeline, known = given.pipeline, PIPELINES[given.pipeline]
+    pipeline, known, guidance = given.pipeline, given.known, given.guides
     release = diffusers_release(software.diffusers_version, known.class_name)
     if release < known.since:
         needed = f"0.{known.since} or later for {pipeline}, which was not read in older releases"
@@ -373,7 +378,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
         advice = "record the pipeline with the arguments of your call"
         if given.prompt_tokens is not None:
             raise ArgumentError("prompt_tokens", f"None with {pipeline}", str(given.prompt_tokens), advice)
-        if not given.guidance and not known.guides:
+        if not guidance and not known.guides:
             raise ArgumentError("guidance", "None with a recording of one guidance", "False", advice)
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
     height, width, frames = given.height, given.width, _find_frames(given, known)
@@ -385,7 +390,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     tokens = given.prompt_tokens
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)
     batch = whole("batch", given.batch, most=MOST_BATCH)
-    most = known.most_images(given.guidance)
+    most = known.most_images(guidance)
     if 0 < most < batch:
         why = f"at most {most} with {pipeline}, whose larger batches were not recorded"
         raise ArgumentError("batch", why, str(batch))
@@ -395,6 +400,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
         raise ArgumentError("diffusers_version", needed, repr(software.diffusers_version))
     parts = parts_of(known, dtype, given.components or {}, release, loras)
     return PipelineRequest(
-        card, software, pipeline, height, width, batch, tokens, given.guidance, given.steps,
+        card, software, pipeline, height, width, batch, tokens, guidance, given.made_steps,
         bool(given.image), parts, safe=given.safe, loras=loras, frames=frames, first=first, made_of=made_of,
+        model_note=given.model_note,
     )  # fmt: skip

@@ -23,10 +23,11 @@ import torch
 from vaemem._common import MIB, __version__, whole
 from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._render import Bullets, Columns, Facts, Sheet, Shown, Sizer
+from vaemem.pipelines.by_diffusers import PipelinePrediction
 from vaemem.pipelines.components import PIPELINES, Pipeline, count_seen, scale_edited, weights_of
+from vaemem.pipelines.pipeline_arguments import PipelineArguments
 from vaemem.pipelines.pipeline_parts import Part
-from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, image_sides, resolve_pipeline
-from vaemem.pipelines.predict_pipeline import PipelinePrediction
+from vaemem.pipelines.pipeline_request import PipelineRequest, image_sides, resolve_pipeline
 from vaemem.prediction.gpus import context_of
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.request import Card, Software, find_card, usual_tile

@@ -10,8 +10,8 @@ import torch
 
 from vaemem._errors import ArgumentTypeError
 from vaemem.engine.limits import parse_size
+from vaemem.pipelines.by_diffusers import PipelinePrediction
 from vaemem.pipelines.pipeline_parts import PLACES
-from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pipelines.programs import load_program
 from vaemem.prediction.recordings import is_recorded_component
 from vaemem.pytorch.free_memory import count_bytes, find_free

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from vaemem import _core
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
-from vaemem.pipelines.recorded import ScriptWriter
 from vaemem.prediction.planned import OF_WEIGHTS
 from vaemem.prediction.request import Card
 from vaemem.pytorch.contents import CPU, MOST_KNOWN, ContentsRecorder, PythonCalls
@@ -24,6 +25,90 @@ from vaemem.pytorch.recording import imitating_gpu
 
 UNKNOWN_END = "expected a run without record_stream: when the memory is free again depends on the card's speed"
 _SAME_WEIGHT = {aten._to_copy.default, aten.detach.default, aten.alias.default}  # a weight afterwards, as before
+
+
+class ScriptWriter:
+    """Writes a script like a `Trace`, but with phases. Any of them may empty the cache and free.
+
+    Attributes
+    ----------
+    script : vaemem._core.Script
+        Whole after `end`.
+    """
+
+    def __init__(self) -> None:
+        self.script = _core.Script()
+        self._left: list[dict[int, int]] = []  # by each call, {id: handle}
+        self.stream = 0  # PyTorch's current one, by number
+        self._phase, self._times = "", Counter[str]()
+        self._trace, self._used = _core.Trace(), False
+        self._taken: list[tuple[int, int]] = []  # for each storage its call's number, and its id there
+
+    # ---- writing ----
+
+    def take(self, size: int, name: str) -> int:
+        """Allocate on the current stream; return the storage's number."""
+        return self._number(self._trace.take(size, name, self.stream))
+
+    def give(self, number: int) -> None:
+        """Free a storage."""
+        call, local = self._taken[number]
+        if call == len(self._left):
+            self._trace.give(local)
+            return
+        self._cut()
+        self.script.give([self._left[call].pop(local)])
+
+    def blas(self, name: str, lt: bool = False) -> None:
+        """Allocate the workspace of matrix products, if there is none yet."""
+        self._compute()
+        self._trace.blas(name, lt)
+
+    def conv(self, question: tuple[Any, ...], name: str) -> None:
+        """Run a convolution with its workspace."""
+        self._compute()
+        self._trace.conv(question, name)
+
+    def attend(self, call: tuple[Any, ...], kernel: str, sm: int, multiprocessors: int, name: str) -> int:
+        """Run an attention; return its output's number."""
+        self._compute()
+        return self._number(self._trace.attend(call, kernel, sm, multiprocessors, name))
+
+    def empty_cache(self) -> None:
+        """Empty the cache."""
+        self._cut()
+        self.script.empty_cache()
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase. The second one of that name is "denoise 2"."""
+        self._cut()
+        self._times[phase] += 1
+        self._phase = phase if self._times[phase] == 1 else f"{phase} {self._times[phase]}"
+        self.script.reset_peak()
+
+    def end(self) -> None:
+        """End the phase, if one has begun."""
+        self._cut()
+        if self._phase:
+            self.script.read(self._phase)
+        self._phase = ""
+
+    def _compute(self) -> None:
+        """Note an operator that may have a workspace."""
+        if self.stream:
+            wanted = "only copies on a stream of its own"
+            raise ArgumentError("prepare", wanted, "products", "the workspaces of streams are not predicted")
+        self._used = True
+
+    def _number(self, local: int) -> int:
+        self._used = True
+        self._taken.append((len(self._left), local))
+        return len(self._taken) - 1
+
+    def _cut(self) -> None:
+        if self._used:
+            self._left.append(self.script.call(self._trace))
+            self._trace, self._used = _core.Trace(), False
 
 
 class PipelineRecorder(ContentsRecorder):

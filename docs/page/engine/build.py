@@ -28,6 +28,7 @@ SOURCES = ["csrc/*.c", "csrc/predict/*.c", "csrc/python/*.c", "kernels/*.c", "ke
 NOT_IN_THE_CORE = {"py_cuda.c", "py_kernels.c", "py_lock.c", "py_model.c", "py_run.c"}  # the page runs no VAE
 # The modules that ask.py calls: vaemem's names are imported on first use.
 CALLED = ["out_of_memory.explanation", "pipelines.plan", "pipelines.predict_pipeline", "prediction.predict"]
+CALLED += [f"pipelines.by_{program}" for program in ("comfyui", "diffusers", "mlx", "sdcpp")]
 # Of Brython's library, what the package imports in the page, directly or not. lib/ has short ones of our own.
 LIBRARY = """
     __future__ _codecs _collections _collections_abc _contextvars _io _io_classes _locale _operator _py_abc

@@ -19,17 +19,27 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose, meant
-from vaemem.engine.weights import PARTS
+from vaemem._errors import ArgumentError, Named
+from vaemem.engine.limits import parse_size
+from vaemem.engine.weights import PARTS, told_bytes
+from vaemem.pipelines.components import weights_of
+from vaemem.pipelines.pipeline_arguments import PlanArguments
+from vaemem.pipelines.ways import PipelinePlan, Room
+from vaemem.prediction.gpus import sold
 from vaemem.prediction.planned import Phase, Way
 
 # The pipelines of mflux: its models/common/config/model_config.py at 0229d66, and models/chroma.
-MFLUX = (
+NAMES = (
     "flux", "flux-schnell", "flux-kontext", "flux-fill", "chroma", "qwen-image", "qwen-image-edit", "zimage",
     "zimage-turbo", "flux2-klein", "flux2-klein-9b", "flux2-klein-base", "flux2-klein-base-9b",
+)  # fmt: skip
+UNUSED = (
+    "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
+    "cudnn_version", "torch_version", "diffusers_version", "frames", "lora",
 )  # fmt: skip
 # Winograd's F(6x6, 3x3): 64 numbers for each tile of 6 x 6 outputs.
 WINOGRAD_TILE, WINOGRAD_NUMBERS = 6, 64
@@ -280,7 +290,7 @@ def vae_bytes(model: str, parts: str, dtype: str) -> int:
     return ELEMENT_BYTES[dtype] * sum(math.prod(shape) for _, shape in tensors)
 
 
-def mlx_ways(
+def _ways(
     model: str, height: int, width: int, encoders: int, denoiser: int, cache_limit: int | None,
 ) -> list[Way]:  # fmt: skip
     """List ways of running mflux, the plainest first. encoders, denoiser: bytes of their weights. The limit of the
@@ -310,3 +320,45 @@ def mlx_ways(
         unsure = "" if in_flight else UNSURE
         made.append(Way(name, settings, phases, changes=changes, notes=MLX_NOTES, unsure=unsure))
     return made
+
+
+def weights_bytes(role: str, component: str, given: Any) -> int:
+    """Return the bytes of a component's weights.
+
+    Parameters
+    ----------
+    role, component : str
+        Such as ``"unet"``, played by ``"sd15-unet"``.
+    given : str or path
+        A size as a program prints it (``"6.8 GiB"``), a file with a header that lists its tensors, or a dtype.
+
+    Examples
+    --------
+    >>> weights_bytes("unet", "sd15-unet", "float16"), weights_bytes("unet", "sd15-unet", "1.6 GiB")
+    (1719041928, 1717986918)
+    """
+    told = told_bytes(role, given)
+    if told is not None:
+        return told
+    dtype = meant(f"components[{role!r}]", given, DTYPES)
+    return sum(weight.nbytes(dtype) for weight in weights_of(component))
+
+
+def plan(given: PlanArguments) -> PipelinePlan:
+    """Answer `vaemem.plan_pipeline`."""
+    known, parts = given.known, given.components or {}
+    if given.memory is None:
+        raise ArgumentError("memory", "the memory of the Mac, such as '16 GB'", "None")
+    if given.pipeline not in NAMES:
+        advice = (Named("runtime", "diffusers"), " predicts it")
+        raise ArgumentError("pipeline", f"one of {', '.join(NAMES)} with mflux", repr(given.pipeline), advice)
+    limit = None if given.cache_limit is None else parse_size("cache_limit", given.cache_limit, least=0)
+    roles = (*known.encoders, known.denoiser)
+    for role in parts:
+        choose("components", role, roles)
+    sizes = {role: weights_bytes(role, known.parts[role], parts.get(role, known.dtype)) for role in roles}
+    denoiser = sizes.pop(known.denoiser)
+    ways = _ways(known.parts["vae"], given.height, given.width, sum(sizes.values()), denoiser, limit)
+    images, (share, of) = f", {given.batch} images" if given.batch > 1 else "", WORKING_SET
+    title = f"{given.pipeline} {given.height}x{given.width}{images} by mlx on a Mac of {given.memory}"
+    return PipelinePlan(title, ways, Room(sold(given.memory) * share // of), safe=given.safe)

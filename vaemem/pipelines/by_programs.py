@@ -1,0 +1,71 @@
+"""The programs that run pipelines, and what the file of each says about it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+
+from vaemem._common import flag, meant, whole
+from vaemem._errors import ArgumentError, Named
+from vaemem.engine.names import shared_note
+from vaemem.pipelines.components import known_pipeline
+from vaemem.pipelines.pipeline_arguments import PipelineArguments, PlanArguments, begins_with
+from vaemem.pipelines.ways import PipelinePlan
+
+if TYPE_CHECKING:
+    from vaemem.pipelines.by_comfyui import ComfyUIPrediction
+    from vaemem.pipelines.by_diffusers import PipelinePrediction
+    from vaemem.pipelines.by_sdcpp import GraphPrediction
+
+    PipelineAnswer: TypeAlias = PipelinePrediction | GraphPrediction | ComfyUIPrediction
+
+PlannedRuntime = Literal["diffusers", "sd.cpp", "mlx", "comfyui"]
+PLANNED_RUNTIMES: tuple[PlannedRuntime, ...] = get_args(PlannedRuntime)
+PredictedRuntime = Literal["diffusers", "sd.cpp", "comfyui"]
+PREDICTED_RUNTIMES: tuple[PredictedRuntime, ...] = get_args(PredictedRuntime)
+_Arguments = TypeVar("_Arguments", bound=PipelineArguments)
+
+
+class PipelineProgram(Protocol):
+    """A program that runs pipelines; a file of this folder has these names.
+
+    Attributes
+    ----------
+    NAMES : collection of str
+        The pipelines that it runs.
+    UNUSED : collection of str
+        Arguments of `predict_pipeline` and `plan_pipeline` that it does not use.
+    """
+
+    NAMES: Collection[str]
+    UNUSED: Collection[str]
+
+    def predict(self, given: PipelineArguments) -> PipelineAnswer:
+        """Answer `vaemem.predict_pipeline`. mlx cannot, because nobody modelled its denoisers."""
+
+    def plan(self, given: PlanArguments) -> PipelinePlan:
+        """Answer `vaemem.plan_pipeline`."""
+
+
+_FILES = {"diffusers": "by_diffusers", "sd.cpp": "by_sdcpp", "comfyui": "by_comfyui", "mlx": "by_mlx"}
+
+
+def read_arguments(given: _Arguments, runtimes: Collection[str]) -> tuple[PipelineProgram, _Arguments]:
+    """Find the program that the arguments name, and check what all programs share. ValueError for one that this program
+    does not use."""
+    note = shared_note(given.pipeline, "pipeline")
+    runtime = meant("runtime", given.runtime, runtimes)
+    program: Any = importlib.import_module(f"vaemem.pipelines.{_FILES[runtime]}")
+    name = known_pipeline("pipeline", given.pipeline, program.NAMES)
+    for argument in program.UNUSED:
+        value = getattr(given, argument, None)
+        if value is not None and value is not False and value != {}:
+            wanted = ("None with ", Named("runtime", runtime), ", which does not use it")
+            raise ArgumentError(argument, wanted, repr(value))
+    return program, replace(
+        given, pipeline=name, runtime=runtime, model_note=note, image=begins_with(given.image),
+        height=whole("height", given.height), width=whole("width", given.width), batch=whole("batch", given.batch),
+        safe=flag("safe", given.safe), components=given.components or {},
+    )  # fmt: skip
