@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from engine import TWO_LEVELS
 
-from vaemem import VAE, CachingAllocator, _common, compare, report, seed_table
+from vaemem import VAE, CachingAllocator, _saving, compare, report, seed_table
 from vaemem.__main__ import main
-from vaemem._common import check_writable, replacing, write
+from vaemem._saving import check_writable, replacing, write
 
 
 @contextlib.contextmanager
@@ -190,7 +190,7 @@ def test_a_file_that_cannot_be_replaced_is_written_in_its_place(error, tmp_path,
 
     monkeypatch.setattr(os, "replace", refuse)
     if error in ("EACCES", "EROFS"):
-        monkeypatch.setattr(_common, "open", refusing, raising=False)
+        monkeypatch.setattr(_saving, "open", refusing, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(spare))
     check_writable(file)
     with full_disk(), pytest.raises(OSError, match=r"folder.file"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from weights_files import make, same, tensors_of
 
-from vaemem import _common
+from vaemem import _saving
 from vaemem.engine import weights
 
 LIMIT = 120  # seconds, which a deadlock meets
@@ -161,7 +161,7 @@ def test_a_folder_that_its_maker_removes_while_another_waits(tmp_path, monkeypat
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_child_takes_no_lock_along(tmp_path):
-    with _common.writing_folder(tmp_path):
+    with _saving.writing_folder(tmp_path):
         child = os.fork()
         if not child:
             time.sleep(LIMIT)

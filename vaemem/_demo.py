@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from vaemem import plot
-from vaemem._common import latent_factor, mib, need, png, saved, write
+from vaemem._common import latent_factor, mib, need, png, saved
 from vaemem._handmade import handmade, picture
 from vaemem._render import Columns
+from vaemem._saving import write
 from vaemem.engine.device import backends
 from vaemem.engine.records import Run
 from vaemem.engine.tiling import Tiling

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vaemem._common import MIB, whole, write
+from vaemem._common import MIB, whole
+from vaemem._saving import write
 
 Sizer = Callable[[float], str]  # how a size in bytes is written
 GB = 1 << 30  # as cards are sold

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vaemem
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, check_writable, need, saved, write
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, need, saved
 from vaemem._errors import ArgumentError, FileError, Named
 from vaemem._render import Bullets, Columns, Facts, Sheet, in_gb, in_mib
+from vaemem._saving import check_writable, write
 from vaemem.cli import folders
 from vaemem.cli.progress import show_progress
 

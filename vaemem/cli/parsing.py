@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 
 import vaemem
 from vaemem._arguments import described
-from vaemem._common import check_writable, choose, letters
+from vaemem._common import choose, letters
 from vaemem._errors import ArgumentError
+from vaemem._saving import check_writable
 from vaemem.cli.commands import COMMANDS, Action, load_table
 from vaemem.cli.completion import offer
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, Later, count

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import as_csv, reading, replacing, write, writing_folder
+from vaemem._common import as_csv, reading
 from vaemem._errors import ArgumentError, FileError, NoFileError
+from vaemem._saving import replacing, write, writing_folder
 from vaemem.datasets.buckets import Placed
 from vaemem.datasets.trainers import Cache
 from vaemem.engine.file_tensors import (

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import latent_factor, need, saved, whole, write
+from vaemem._common import latent_factor, need, saved, whole
 from vaemem._errors import ArgumentError, Named, inside
+from vaemem._saving import write
 from vaemem.datasets import buckets
 from vaemem.datasets.encoder import Decoder, Encoder
 from vaemem.datasets.folder import FLIPPED, MANIFEST, CacheFolder, Folder, Shard, Summary, path_within

@@ -16,8 +16,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import choose, replacing, writing_folder
+from vaemem._common import choose
 from vaemem._errors import ArgumentError, ArgumentTypeError, FileError, Named, NoFileError, inside
+from vaemem._saving import replacing, writing_folder
 from vaemem.engine import configs, file_tensors, hub, layouts, tiny, torch_files
 from vaemem.engine.arguments import as_path, check_mask
 from vaemem.engine.configs import CONFIG, Arch, Config, shown

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vaemem._common import write
 from vaemem._errors import FileError, NoFileError
+from vaemem._saving import write
 from vaemem.engine.arguments import as_path
 
 _HERE = Path(__file__).parent

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from vaemem._common import as_csv, write
+from vaemem._common import as_csv
 from vaemem._render import Actions, Block, Bullets, Columns, Sizer, in_gb
+from vaemem._saving import write
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.answer import Answer, alias, largest_tensor

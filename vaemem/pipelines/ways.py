@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import as_csv, distinct, need, real, write
+from vaemem._common import as_csv, distinct, need, real
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Code, Columns, Facts, Sheet, Shown, Sizer, in_gb, share
+from vaemem._saving import write
 from vaemem.prediction.planned import Way
 from vaemem.prediction.seconds import REPEATS_DIFFER, Machine, Seconds
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, Verdict, judge_phases

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB, choose, number_in, replacing, whole
+from vaemem._common import MIB, choose, number_in, whole
 from vaemem._errors import ArgumentError, FileError, inside
+from vaemem._saving import replacing
 
 UNLIMITED = (1 << 64) - 1  # the core's value if blocks of any size may be split
 INTERVALS = 16  # of roundup_power2_divisions: 1 MiB, 2 MiB, ... 32 GiB and above

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vaemem._common import DTYPES, TILED_OPS, as_csv, choose, chosen, latent_factor, need, setting, whole, write
+from vaemem._common import DTYPES, TILED_OPS, as_csv, choose, chosen, latent_factor, need, setting, whole
 from vaemem._errors import ArgumentError, ArgumentTypeError
+from vaemem._saving import write
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.configs import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE

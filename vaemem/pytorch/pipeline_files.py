@@ -17,8 +17,9 @@ import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
 from vaemem import _core
-from vaemem._common import DTYPES, check_writable, grouped, meant, whole, write
+from vaemem._common import DTYPES, grouped, meant, whole
 from vaemem._errors import ArgumentError
+from vaemem._saving import check_writable, write
 from vaemem._types import Dtype
 from vaemem.engine.arguments import Progress, polling
 from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE

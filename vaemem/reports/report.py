@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vaemem import _core, plot
-from vaemem._common import ELEMENT_BYTES, distinct, grouped, mib, png, write
+from vaemem._common import ELEMENT_BYTES, distinct, grouped, mib, png
 from vaemem._errors import ArgumentError
+from vaemem._saving import write
 from vaemem.prediction.gpus import find_gpu
 from vaemem.reports.document import Document
 from vaemem.reports.row_statistics import case, constant, growth, pairs, parameters, percentile, ratio, span

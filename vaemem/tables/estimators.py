@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, as_csv, choose, distinct, grouped, listed, mib, need, whole, write
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, as_csv, choose, distinct, grouped, listed, mib, need, whole
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Shown, Sizer
+from vaemem._saving import write
 from vaemem.prediction.predict import predict as predict_vae
 from vaemem.prediction.runtimes import WAN
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION, graph

@@ -14,9 +14,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
-from vaemem._common import MIB, OPS, TILED_OPS, as_csv, choose, grouped, is_truth, mib, need, shipped, write
+from vaemem._common import MIB, OPS, TILED_OPS, as_csv, choose, grouped, is_truth, mib, need, shipped
 from vaemem._errors import ArgumentError, ArgumentTypeError, FileError, inside
 from vaemem._render import Columns
+from vaemem._saving import write
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 
 if TYPE_CHECKING:
