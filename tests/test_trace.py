@@ -11,7 +11,7 @@ from playing import Playing
 from traces import OPS, assert_same, empty_image, left_by
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
-from vaemem.prediction.eager import AttentionCall, Heads, eager_strides
+from vaemem.prediction.eager import eager_strides
 
 MODELS = _core.models()
 PASSING = [("decoder.conv_in", "decoder.conv_in", "weight", 8, 1)]
@@ -436,8 +436,8 @@ def test_what_encode_leaves():
 
 def attention_call(dtype, heads, queries, keys, depth, batch=1, mask=None):
     """Of strides, only their order counts."""
-    q, k = (Heads((batch, heads, length, depth), (4, 3, 2, 1)) for length in (queries, keys))
-    return AttentionCall(dtype, q, k, k, mask)
+    q, k = (((batch, heads, length, depth), (4, 3, 2, 1)) for length in (queries, keys))
+    return dtype, q, k, k, mask, False, False
 
 
 def test_bytes_that_move():

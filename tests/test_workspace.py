@@ -15,7 +15,7 @@ from vaemem.prediction.gpus import _key, find_gpu, gpu_names
 from vaemem.prediction.predict import predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Conv
-from vaemem.prediction.workspace import CUDNN_OF_TORCH, UnfoldingWorkspace, Workspace
+from vaemem.prediction.workspace import CUDNN_OF_TORCH, Workspace
 
 MIB = 1 << 20
 
@@ -233,7 +233,7 @@ def test_im2cols_workspace_is_nine_times_the_input_of_a_3x3_convolution():
     """Requests of 2.25 and 1.12 GiB were published: of SD1.5's last upsampler at 512x512 in float32, and of FLUX's."""
 
     def columns(*question, **more):
-        workspace = UnfoldingWorkspace(find_gpu("RX 6800"))
+        workspace = Workspace("RX 6800")
         assert workspace.conv(*question, **more) == (0, "none, because MIOpen may need none")
         return workspace.alternatives()
 

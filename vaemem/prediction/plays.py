@@ -115,7 +115,8 @@ class Plays:
             return self.process, 0
         if protocol == "cold":
             for other, process in self._played.items():
-                if len(process.readings) > PROTOCOLS[other].runs or not PROTOCOLS[other].warmups:
+                warmups, runs, _ = PROTOCOLS[other]
+                if len(process.readings) > runs or not warmups:
                     return process, 0
         if protocol not in self._played:
             assert isinstance(self.request, VAERequest | ModuleRequest)

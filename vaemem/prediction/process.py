@@ -30,12 +30,12 @@ from vaemem.prediction.held import (
 from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import (
+    Workspace,
     answers_of,
     blas_settings,
     cudnn_attention,
     torch_for,
     torch_substitution,
-    workspace_on,
 )
 
 Workspaces = tuple[int, ...]  # bytes of each of a process's convolutions
@@ -126,7 +126,7 @@ class SimulatedProcess:
         self.torch_version = torch_for(self.gpu, torch_version)
         self.diffusers_release = diffusers_release(diffusers_version)
         if workspace is None:
-            workspace = workspace_on(self.gpu, cudnn_version, self.torch_version, allow_tf32)
+            workspace = Workspace(self.gpu, cudnn_version, self.torch_version, allow_tf32)
         elif not hasattr(workspace, "conv"):
             raise ArgumentError("workspace", "an object whose conv(...) answers, as Workspace's", repr(workspace))
         self.workspace = workspace

@@ -27,7 +27,7 @@ SINCE = {
 }  # fmt: skip
 
 
-class Runtime(NamedTuple):
+class _Runtime(NamedTuple):
     """A program's code for VAEs, and how to call its methods; csrc/predict/torch_coders.c has their frames."""
 
     samples: bool = False  # encode returns latents and decode takes latents; otherwise encode returns a posterior
@@ -38,11 +38,11 @@ class Runtime(NamedTuple):
 
 
 RUNTIMES = {
-    "diffusers": Runtime(),
-    "bfl": Runtime(samples=True, tiles=False),
-    "comfyui": Runtime(samples=True, host=True, packs=True),
-    "a1111": Runtime(looks_at_memory=True),
-    "forge": Runtime(samples=True, host=True),
+    "diffusers": _Runtime(),
+    "bfl": _Runtime(samples=True, tiles=False),
+    "comfyui": _Runtime(samples=True, host=True, packs=True),
+    "a1111": _Runtime(looks_at_memory=True),
+    "forge": _Runtime(samples=True, host=True),
 }
 # Programs that run another program's code, by model if that differs. InvokeAI has diffusers' class, and BFL's for FLUX.
 # A1111 with --medvram or --lowvram keeps no other model on the card while the VAE runs.
