@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from vaemem import _core
 from vaemem._common import (
@@ -273,6 +273,8 @@ class VAERequest(Request):
     that do not overflow in float16. calibrate: rows that were measured on the card."""
 
     job: Job
+    unmodelled: ClassVar[Mapping[str, int]] = {}
+    supposed: ClassVar[tuple[str, ...]] = ()
     taken: str = field(default="", kw_only=True)
     assumed: str = field(default="", kw_only=True)
     fixed: bool = field(default=False, kw_only=True)

@@ -159,7 +159,7 @@ def shares() -> tuple[Mapping[str, Any], ...]:
             flops, seconds = work["vae"], seconds - work["memory"] / memory_rate(run["gpu"]).value
         if seconds >= data["shortest_step"]:
             found.append(run | {"share": flops / seconds / peak(run["gpu"]), "runs": 1, "within": 1.0})
-    return *found, data["vae"] | {"work": "vae"}
+    return (*found, data["vae"] | {"work": "vae"})
 
 
 def _like(run: Mapping[str, Any]) -> tuple[str, str]:
