@@ -6,16 +6,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from vaemem import _core
 from vaemem.prediction.benchmark import PROTOCOLS
 from vaemem.prediction.process import SimulatedProcess, Workspaces
 from vaemem.prediction.request import ModuleRequest, Request, VAERequest
-
-
-def bound_of(reserved: int, exact: int = 0) -> int:
-    """Bound the bytes of a process that is predicted to reserve `reserved` bytes: a 16th more, and 20 MiB. The `exact`
-    bytes among them, such as weights, get no 16th. csrc/predict/judge.h explains the margin."""
-    return _core.judge_bound(reserved, exact)
 
 
 class Plays:
@@ -93,7 +86,7 @@ class Plays:
         self, process: SimulatedProcess, first: int, rows: Sequence[Workspaces] = (), likely: int = 0,
         also: Sequence[int] = (),
     ) -> tuple[int, int, int, int]:  # fmt: skip
-        """Return `takes` for a process's readings from number `first` on. also: readings that count for the bound alone."""
+        """Return `takes` for a process's readings from number `first` on. also: more readings, for the bound alone."""
         bounds = dict.fromkeys(also, self.phases[0])
         return process.takes(self.phases, first, self._above, rows, likely, bounds)
 

@@ -26,10 +26,10 @@ from vaemem.prediction.answer import ModulePrediction
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.closed import derive
 from vaemem.prediction.gpus import known_gpu
-from vaemem.prediction.held import parameter_bytes
+from vaemem.prediction.held import arch_key
 from vaemem.prediction.job import MOST
 from vaemem.prediction.request import VAEArguments, VAERequest, resolve_vae, usual_overlap
-from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, followed
+from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, followed, parameter_bytes
 from vaemem.prediction.seconds import Seconds
 from vaemem.prediction.usual import FIXED, OVERFLOWING, SENDING, held_by, usual_dtypes
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
@@ -227,7 +227,7 @@ class Prediction(ModulePrediction):
     @property
     def weights_bytes(self) -> int:
         job = self.request.job
-        return sum(parameter_bytes(tuple(sorted(job.arch.items())), self.request.code, job.weights_dtype)[0])
+        return sum(parameter_bytes(arch_key(job.arch), self.request.code, job.weights_dtype).values())
 
     @property
     def _run_text(self) -> str:

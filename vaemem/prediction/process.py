@@ -16,18 +16,16 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, meant, whole, wholes
 from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.held import (
-    LoadedVAE,
-    Moment,
-    Tensor,
-    arch_key,
+from vaemem.prediction.held import LoadedVAE, Moment, Tensor, arch_key, moments, storages_of
+from vaemem.prediction.runtimes import (
+    RUNTIMES,
+    WANS,
+    architecture,
     converted_bytes,
-    moments,
+    diffusers_release,
     parameter_bytes,
     parameters_of,
-    storages_of,
 )
-from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import (
     Workspace,
@@ -224,15 +222,11 @@ class SimulatedProcess:
         arch = architecture(model)
         runtime, dtype = meant("runtime", runtime, RUNTIMES), meant("dtype", dtype, DTYPES)
         key, name = arch_key(arch), f"weights of {arch['name']}"
-        sizes, filters = parameter_bytes(key, runtime, dtype)
-        if first is None:
-            placed = self._hold(name, sizes, "weights")
-        else:
-            types = dtype, meant("first", first, DTYPES)
-            sizes = tuple(count * ELEMENT_BYTES[types[is_first]] for count, is_first in parameters_of(key, runtime))
-            placed = self._hold(name, sizes)
-        if channels_last:
-            self._replace(placed, [size * of for size, of in zip(sizes, filters, strict=True)])
+        first = None if first is None else meant("first", first, DTYPES)
+        sizes = parameter_bytes(key, runtime, dtype, first)
+        placed = self._hold(name, [*sizes.values()], None if first else "weights")
+        if channels_last:  # only filters, with four dimensions, have a memory format
+            self._replace(placed, [sizes[one] * (len(shape) == 4) for one, shape, _ in parameters_of(key, runtime)])
         first = None if first == dtype else first
         return LoadedVAE(self, arch, runtime, dtype, placed, first=first, channels_last=channels_last)
 

@@ -273,21 +273,11 @@ class Catalogue:
         """Return a profile by the core's number for it."""
         return self._load(number)
 
-    def near(self, gpu: Gpu, version: str | None) -> list[Profile]:
-        """Return the profiles for GPUs like this one, asked and inferred, the nearest cuDNN to `version` first (None:
-        the newest first)."""
-        return [self._load(i) for i in self.core.near(card_of(gpu), number_of(version))]
-
     def nearest(self, gpu: Gpu, version: str | None) -> Profile | None:
-        """Return the first of `near` that may answer for the version, or None. An inferred profile may answer for its
-        own version only."""
+        """Return the profile for GPUs like this one with the nearest cuDNN to `version` (None: the newest) that may
+        answer for it, or None. An inferred profile may answer for its own version only."""
         number = self.core.nearest(card_of(gpu), number_of(version))
         return None if number < 0 else self._load(number)
-
-    def relatives(self, sm: int, version: str | None) -> list[Profile]:
-        """Return recorded profiles that bound the answers of a version (None: any) on a compute capability (89 for
-        8.9). csrc/predict/catalogue.h defines them."""
-        return [self._load(i) for i in self.core.relatives(sm, number_of(version))]
 
 
 def _about(profile: Profile) -> tuple[int, list[str], int]:

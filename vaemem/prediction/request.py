@@ -11,17 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from vaemem import _core
-from vaemem._common import (
-    DTYPES,
-    MIB,
-    OPS,
-    TILED_OPS,
-    choose,
-    flag,
-    latent_factor,
-    listed,
-    meant,
-)
+from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, choose, flag, latent_factor, listed, meant
 from vaemem._errors import ArgumentError, ArgumentOverflowError, Named
 from vaemem._types import Program
 from vaemem.engine.configs import SAMPLE_SIZES, config_of, named_sample_size, sample_size_of

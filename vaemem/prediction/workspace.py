@@ -368,12 +368,6 @@ class Workspace:
         return "" if same else f" ({wanted} was wanted)"
 
 
-def im2col_bytes(conv: Conv) -> int:
-    """Return the bytes of one image's columns: for each position of the filters, every input that a filter multiplies.
-    A filter of one pixel multiplies the input directly."""
-    return _core.im2col_bytes(conv)
-
-
 _ASKABLE = version_number("9.8.0")  # the first that answers without a device
 _RULED = (  # the case behind a guess, by the core's vm_conv_form
     "a rule for convolutions without recorded answers of cuDNN",
