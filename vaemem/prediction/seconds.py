@@ -480,11 +480,6 @@ def cards_of(memory: int) -> list[Gpu]:
     return [card for card in listed if 0.95 * wanted < card.total_memory < 1.05 * wanted]
 
 
-def _twice_as_wide(rate: Rate, why: str) -> Rate:
-    """Return a rate that stands for another one without known measurements."""
-    return rate._replace(factor=2 * rate.factor, why=why)
-
-
 def _direct(card: Gpu) -> Rate:
     """Return the rate of ggml's direct convolution, which does not use tensor cores."""
     most = _peak(card, "float32")
@@ -541,10 +536,12 @@ def machine_of(
     rates = {work: of(functools.partial(gpu_rate, work=work, dtype=dtype)) for work in WORK}
     if runtime == "sd.cpp":
         for work, rate in rates.items():
-            rates[work] = _twice_as_wide(rate, f"PyTorch's {rate.why}; ggml's kernels may reach half or twice that")
+            why = f"PyTorch's {rate.why}; ggml's kernels may reach half or twice that"
+            rates[work] = rate._replace(factor=2 * rate.factor, why=why)
         rates["vae direct"] = of(_direct)
     rates |= {"memory": of(memory_rate), "link": link_rate(link), "disk": disk_rate(), "cpu": cpu_rate(cpu, cores)}
     if runtime == "diffusers":
-        why = f"ggml's rate; PyTorch may reach half or twice that: {rates['cpu'].why}"
-        rates["cpu"] = _twice_as_wide(rates["cpu"], why)
+        rate = rates["cpu"]
+        why = f"ggml's rate; PyTorch may reach half or twice that: {rate.why}"
+        rates["cpu"] = rate._replace(factor=2 * rate.factor, why=why)
     return Machine(rates | {"cpu Q8_0": cpu_rate(cpu, cores, "Q8_0")})

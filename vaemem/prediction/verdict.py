@@ -159,11 +159,6 @@ class Verdict:
         """Why the run is tight, in words; "" if it is not."""
         return self.explain(in_gb)
 
-    @property
-    def summary(self) -> str:
-        """The verdict with its figures, in words."""
-        return self.summarize(in_gb)
-
     def takes(self, size: Sizer) -> str:
         """Return the run's memory on this card as a share of the available memory, in words."""
         least, most = self.here

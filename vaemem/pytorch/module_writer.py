@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from vaemem._common import setting
-from vaemem.prediction.eager import AttentionCall
+from vaemem.pytorch.eager import AttentionCall
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.contents import ContentsRecorder
 from vaemem.pytorch.equal_layers import is_plain

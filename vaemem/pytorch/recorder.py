@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vaemem import _core
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
-from vaemem.prediction.eager import AttentionCall, eager_strides
+from vaemem.pytorch.eager import AttentionCall, eager_strides
 from vaemem.prediction.gpus import Gpu
 
 aten = torch.ops.aten

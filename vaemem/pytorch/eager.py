@@ -1,5 +1,5 @@
-"""A recorder's model of eager PyTorch without torch: the layout of tensors, and a call of its attention.
-csrc/predict/torch_sdpa.c chooses the attention's kernel."""
+"""A recorder's model of eager PyTorch: the layout of tensors, and a call of its attention. csrc/predict/torch_sdpa.c
+chooses the attention's kernel."""
 
 from __future__ import annotations
 
