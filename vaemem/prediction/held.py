@@ -108,39 +108,32 @@ class Variables:
     """The local variables of a Python function, as attributes. A tensor is freed when no variable holds it:
     ``v.x = f(v.x)`` frees the old tensor after the new one exists."""
 
-    __slots__ = ("_held", "_process")
-    _held: dict[str, Tensor]
     _process: Any
 
     def __init__(self, process: Any):
-        object.__setattr__(self, "_held", {})
-        object.__setattr__(self, "_process", process)
+        vars(self)["_process"] = process
 
     def __getattr__(self, name: str) -> Tensor:
-        try:
-            held: dict[str, Tensor] = object.__getattribute__(self, "_held")
-            return held[name]
-        except KeyError:
-            raise AttributeError(f"{name}: expected a variable that is bound") from None
+        raise AttributeError(f"{name}: expected a variable that is bound")
 
     def __setattr__(self, name: str, tensor: Tensor) -> None:
-        old = self._held.get(name)
-        self._held[name] = tensor
+        old = vars(self).get(name)
+        vars(self)[name] = tensor
         self._free(old)
 
     def __delattr__(self, name: str) -> None:
-        self._free(self._held.pop(name))
+        self._free(vars(self).pop(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._held])
+        return iter([name for name in vars(self) if name != "_process"])
 
     def delete(self, *names: str) -> None:
         """Call ``del`` on the named variables that are bound."""
         for name in names:
-            self._free(self._held.pop(name, None))
+            self._free(vars(self).pop(name, None))
 
     def _free(self, tensor: Tensor | None) -> None:
-        if not any(tensor is other for other in self._held.values()):
+        if not any(tensor is other for other in vars(self).values()):
             self._process.drop(tensor)
 
 
