@@ -27,8 +27,8 @@ BFLOAT16_SM = 80  # ComfyUI and Forge use bfloat16 from this compute capability 
 
 _OLD, _FIX = "on cards before compute capability 8.0", f"; {FIXED}, which can be named as the model, stays in float16"
 _KNOWN = tuple(PIPELINE_DTYPES)
-# The first rule that matches holds: the program, or "" for any; its models, or () for all; the least compute capability;
-# the dtype, or "" for that of the model's pipeline; and why.
+# The first rule that matches holds. A rule has the program, or "" for any; its models, or () for all; the least compute
+# capability; the dtype, or "" for that of the model's pipeline; and why.
 _RULES: tuple[tuple[str, tuple[str, ...], int, str, str], ...] = (
     *(
         (program, models, sm, dtype, f"in which {name} runs VAEs {where}. Its {flags} change that")

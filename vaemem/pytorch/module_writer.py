@@ -12,9 +12,9 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from vaemem._common import setting
-from vaemem.pytorch.eager import AttentionCall
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.contents import ContentsRecorder
+from vaemem.pytorch.eager import AttentionCall
 from vaemem.pytorch.equal_layers import is_plain
 from vaemem.pytorch.fitting import PolynomialFit
 from vaemem.pytorch.recorder import Recording, leaves_of, map_leaves

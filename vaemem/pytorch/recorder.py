@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vaemem import _core
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
-from vaemem.pytorch.eager import AttentionCall, eager_strides
 from vaemem.prediction.gpus import Gpu
+from vaemem.pytorch.eager import AttentionCall, eager_strides
 
 aten = torch.ops.aten
 _EXPIRED: Any = torch.UntypedStorage._expired
