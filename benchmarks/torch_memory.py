@@ -27,7 +27,7 @@ from pathlib import Path
 import torch_vae
 from common import commit, write_csv
 
-from vaemem.prediction.benchmark import SEED_TABLE, Protocol, benchmark
+from vaemem.prediction.benchmark import SEED_TABLE, benchmark
 from vaemem.prediction.job import Job
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import architecture
@@ -39,7 +39,7 @@ ASKED = ("model", "op", "height", "width", "dtype", "protocol", "runtime", "devi
 FORK = multiprocessing.get_context("fork")
 
 
-PROTOCOLS = {"cold": Protocol(warmups=0, runs=1), "warm": SEED_TABLE}
+PROTOCOLS = {"cold": (0, 1, True), "warm": SEED_TABLE}
 # The most valuable first: a session with a GPU may end anywhere.
 CASES = [
     f"{model}:{op}:{size}x{size}:{dtype}"
@@ -78,12 +78,12 @@ def work(case: dict, sender: Connection) -> None:
 
 
 def measured_here(case: dict) -> dict:
-    model, note, protocol = case["model"], "", PROTOCOLS[case["protocol"]]
+    model, note, (warmups, runs, _) = case["model"], "", PROTOCOLS[case["protocol"]]
     if torch_vae.diffusers_class() is None:
         model, note = torch_vae.AutoencoderKL(architecture(model)), ", module benchmarks/torch_vae.py"
     table = measure(
         model, case["op"], [(case["height"], case["width"])], [case["dtype"]], device=case["device"],
-        warmups=protocol.warmups, runs=protocol.runs, snapshot=case["snapshot"], profile=case["profile"],
+        warmups=warmups, runs=runs, snapshot=case["snapshot"], profile=case["profile"],
     )  # fmt: skip
     row = table[0]
     return row | {"model": case["model"], "protocol": case["protocol"], "versions": row["versions"] + note}
@@ -93,7 +93,7 @@ def versions(row: dict) -> dict[str, str]:
     return dict(part.split(" ", 1) for part in row["versions"].split(", "))
 
 
-def predicted(model: str, row: dict, protocol: Protocol) -> dict:
+def predicted(model: str, row: dict, protocol: tuple[int, int, bool]) -> dict:
     """Predict the same runs, and compute the errors; or say why there is no prediction."""
     have = versions(row)
     tiled = row["op"].endswith("_tiled")
@@ -106,7 +106,7 @@ def predicted(model: str, row: dict, protocol: Protocol) -> dict:
         return {"workspace_source": f"no prediction: {error}"}
     out: dict = {"workspace_source": process.workspace_source}
     for what in ("allocated", "reserved"):
-        value = round(sum(getattr(run, what) for run in said) / protocol.runs)
+        value = round(sum(getattr(run, what) for run in said) / len(said))
         out[f"predicted_{what}_bytes"] = value
         out[f"{what}_error_percent"] = f"{100 * (value / row[f'{what}_bytes'] - 1):.3f}"
     return out

@@ -10,7 +10,6 @@ from errors import refused
 
 from vaemem import _core, predict
 from vaemem.prediction.planned import Phase
-from vaemem.prediction.plays import bound_of
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
 from vaemem.prediction.verdict import SPILLS, Verdict, judge_phases
 
@@ -20,9 +19,9 @@ MIB = 1 << 20
 def test_the_bound_is_a_16th_more_and_a_segment():
     r = random.Random(1)
     for reserved, exact in [(0, 0), (16, 0), (17, 1), *((r.randint(0, 1 << r.randint(1, 60)), 0) for _ in range(200))]:
-        assert bound_of(reserved, exact) == exact + math.ceil((reserved - exact) * Fraction(17, 16)) + 20 * MIB
-    assert bound_of(100 * MIB, 84 * MIB) == 84 * MIB + 17 * MIB + 20 * MIB  # weights take what they take
-    assert bound_of(2**64 - 1) == 2**64 - 1
+        assert _core.judge_bound(reserved, exact) == exact + math.ceil((reserved - exact) * Fraction(17, 16)) + 20 * MIB
+    assert _core.judge_bound(100 * MIB, 84 * MIB) == 84 * MIB + 17 * MIB + 20 * MIB  # weights take what they take
+    assert _core.judge_bound(2**64 - 1, 0) == 2**64 - 1
 
 
 class Bounds:
@@ -97,7 +96,7 @@ def test_what_a_run_takes_with_other_workspaces(above):
         found = [list(zip(row, phases, strict=False)) for row in reserved]
         totals = [max([size + beside for size, (beside, _) in row], default=0) for row in found]
         most = [max(sizes) for sizes in zip(*reserved, strict=True)]
-        bounds = [beside + bound_of(size, exact) for size, (beside, exact) in zip(most, phases, strict=False)]
+        bounds = [beside + _core.judge_bound(size, exact) for size, (beside, exact) in zip(most, phases, strict=False)]
         bound = max(bounds, default=0)
         counted = totals[: likely + 1]
         want = totals[0], min(counted), max(counted), bound

@@ -21,8 +21,8 @@ from vaemem.pipelines.components import PIPELINES, is_vae, weights_of
 from vaemem.pipelines.phased import read_phases
 from vaemem.pipelines.storage import tensor_bytes
 from vaemem.prediction.lines import Point
-from vaemem.prediction.passing import FIRST
 from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.runtimes import FIRST
 from vaemem.prediction.verdict import GUESSES, NO_ROOM
 
 MIB, GIB = 1 << 20, 1 << 30

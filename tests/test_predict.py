@@ -37,7 +37,6 @@ from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.formula import formula
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.job import Job
-from vaemem.prediction.plays import bound_of
 from vaemem.prediction.predict import Prediction, predict, shell_command
 from vaemem.prediction.process import ROUNDED_UP, SimulatedProcess
 from vaemem.prediction.request import VAEArguments
@@ -753,7 +752,7 @@ def test_the_margin_is_what_the_table_shows(table):
         p = replay.predict_row(key, torch_version=replay.TORCH)
         cold = replay.predict_row(key, torch_version=replay.TORCH, protocol="cold")
         more.append(reserved * MIB / max(p.reserved, cold.reserved))
-    margin = (bound_of(16 << 30) - (20 << 20)) / (16 << 30)
+    margin = (_core.judge_bound(16 << 30, 0) - (20 << 20)) / (16 << 30)
     assert 1 + (margin - 1) / 2 < max(more) < margin
 
 

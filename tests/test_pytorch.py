@@ -434,7 +434,6 @@ def test_sdpa_kernel_chooses():
 )
 def test_pytorchs_order_of_kernels(change, kernel):
     from vaemem import _core
-    from vaemem.prediction.eager import AttentionCall, Heads
 
     asked = {"dtype": "float16", "sm": 89, "depth": 64, "keys": 128, "heads": 4, "step": 1} | change
     sm, depth, step = asked.pop("sm"), asked.pop("depth"), asked.pop("step")
@@ -442,9 +441,10 @@ def test_pytorchs_order_of_kernels(change, kernel):
 
     def tensor(heads, length):
         head = length * depth * step
-        return Heads((2, heads, length, depth), (heads * head, head, depth * step, step))
+        return (2, heads, length, depth), (heads * head, head, depth * step, step)
 
-    call = AttentionCall(asked.pop("dtype"), tensor(4, 128), tensor(heads, length), tensor(heads, length), **asked)
+    how = (asked.pop(name, default) for name, default in (("mask", None), ("causal", False), ("grouped", False)))
+    call = (asked.pop("dtype"), tensor(4, 128), tensor(heads, length), tensor(heads, length), *how)
     order = ("flash", "efficient", "cudnn", "math") if kernel == "cudnn" else ("flash", "efficient", "math", "cudnn")
     assert _core.Trace.choose_kernel(call, sm, 0, order) == kernel
 
@@ -453,12 +453,11 @@ def test_rows_of_a_mask_that_lie_apart():
     """No fused kernel takes such a mask: T5's bias before transformers 5.23, for one (check_last_dim_stride_equals_1).
     An H200 ran it by the math kernel."""
     from vaemem import _core
-    from vaemem.prediction.eager import AttentionCall, Heads, Mask
 
-    heads = Heads((1, 64, 512, 64), (64 * 512 * 64, 64, 64 * 64, 1))
+    heads = (1, 64, 512, 64), (64 * 512 * 64, 64, 64 * 64, 1)
     order = ("cudnn", "flash", "efficient", "math")
     for strided, kernel in ((False, "cudnn"), (True, "math")):
-        call = AttentionCall("bfloat16", heads, heads, heads, Mask(64 * 512 * 512, 512, False, strided))
+        call = "bfloat16", heads, heads, heads, (64 * 512 * 512, 512, False, strided), False, False
         assert _core.Trace.choose_kernel(call, 90, 91900, order) == kernel
         q = torch.empty(1, 64, 512, 64, dtype=torch.bfloat16)
         bias = torch.empty(1, 512, 512, 64, dtype=torch.bfloat16).permute(0, 3, 1, 2)
@@ -495,16 +494,15 @@ def test_what_cudnns_attention_takes():
     """As an H200 was seen to: two numbers, the output, 256 bytes. The output lies as the queries do; one that lies head
     by head is copied."""
     from vaemem import _core
-    from vaemem.prediction.eager import AttentionCall, Heads
 
     size, sizes = 2 * 4 * 128 * 160 * 2, []
     for strides in ((4 * 128 * 160, 160, 4 * 160, 1), (4 * 128 * 160, 128 * 160, 160, 1)):
-        heads = Heads((2, 4, 128, 160), strides)
+        heads = (2, 4, 128, 160), strides
+        call = "float16", heads, heads, heads, None, False, False
         trace = _core.Trace()
-        trace.attend(AttentionCall("float16", heads, heads, heads), "cudnn", 90, 132, "x")
+        trace.attend(call, "cudnn", 90, 132, "x")
         sizes.append([step[2] for step in trace.steps if step[0] == "take"])
     assert sizes == [[8, 8, size, 256], [8, 8, size, 256, size]]
-    call = AttentionCall("float16", heads, heads, heads)
     for cudnn, kernel in ((90900, "flash"), (91000, "cudnn")):  # heads of 160 channels
         assert _core.Trace.choose_kernel(call, 90, cudnn, ("cudnn", "flash", "math")) == kernel
     assert _core.Trace.choose_kernel(call, 100, 91900, ("cudnn", "flash", "math")) == "flash"
@@ -555,7 +553,6 @@ def test_the_math_path_takes_what_pytorch_does(dtype, n, heads, shared, queries,
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from vaemem import _core
-    from vaemem.prediction.eager import AttentionCall, Heads, Mask
 
     masks = [None, "causal", (dtype, (n, 1, 1)), (torch.bool, (1, 1, queries))]
     for by_token, how in itertools.product(("", "q", "kv", "v"), masks):
@@ -575,9 +572,9 @@ def test_the_math_path_takes_what_pytorch_does(dtype, n, heads, shared, queries,
 
         with sdpa_kernel(SDPBackend.MATH):
             recorded = record(Calls(run), *tensors.values(), mask)
-        q, k, v = (Heads(tuple(x.shape), x.stride()) for x in tensors.values())
-        size = None if mask is None else Mask(mask.numel(), keys, kind is torch.bool)
-        call = AttentionCall(str(dtype).removeprefix("torch."), q, k, v, size, *asked.values())
+        q, k, v = ((tuple(x.shape), x.stride()) for x in tensors.values())
+        size = None if mask is None else (mask.numel(), keys, kind is torch.bool)
+        call = (str(dtype).removeprefix("torch."), q, k, v, size, *asked.values())
         trace = _core.Trace()
         trace.attend(call, "math", 75, 40, "attention")
         assert lifetimes(trace.steps) == lifetimes(recorded.trace.steps)

@@ -68,7 +68,7 @@ def test_every_card_has_rates():
 
 def test_no_run_reached_more_than_its_card_can():
     found = shares()
-    assert len(found) > 15 and all(0.02 < share.share < 0.82 for share in found)
+    assert len(found) > 15 and all(0.02 < run["share"] < 0.82 for run in found)
     assert all(run["source"] in json.loads(shipped("rates.json"))["sources"] for run in _measured())
 
 

@@ -11,7 +11,6 @@ from playing import Playing
 from traces import OPS, assert_same, empty_image, left_by
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
-from vaemem.prediction.eager import AttentionCall, Heads, eager_strides
 
 MODELS = _core.models()
 PASSING = [("decoder.conv_in", "decoder.conv_in", "weight", 8, 1)]
@@ -391,6 +390,8 @@ def test_weights_are_moved_in_the_modules_order(runtime, arch):
 
 def test_eager_strides_are_pytorchs():
     torch = pytest.importorskip("torch")
+    from vaemem.pytorch.eager import eager_strides
+
     random.seed(0)
     ops = {1: torch.sigmoid, 2: torch.add, 3: torch.addcmul}
     for _ in range(3000):
@@ -436,8 +437,8 @@ def test_what_encode_leaves():
 
 def attention_call(dtype, heads, queries, keys, depth, batch=1, mask=None):
     """Of strides, only their order counts."""
-    q, k = (Heads((batch, heads, length, depth), (4, 3, 2, 1)) for length in (queries, keys))
-    return AttentionCall(dtype, q, k, k, mask)
+    q, k = (((batch, heads, length, depth), (4, 3, 2, 1)) for length in (queries, keys))
+    return dtype, q, k, k, mask, False, False
 
 
 def test_bytes_that_move():

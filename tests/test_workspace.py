@@ -15,7 +15,7 @@ from vaemem.prediction.gpus import _key, find_gpu, gpu_names
 from vaemem.prediction.predict import predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Conv
-from vaemem.prediction.workspace import CUDNN_OF_TORCH, UnfoldingWorkspace, Workspace
+from vaemem.prediction.workspace import CUDNN_OF_TORCH, Workspace
 
 MIB = 1 << 20
 
@@ -233,7 +233,7 @@ def test_im2cols_workspace_is_nine_times_the_input_of_a_3x3_convolution():
     """Requests of 2.25 and 1.12 GiB were published: of SD1.5's last upsampler at 512x512 in float32, and of FLUX's."""
 
     def columns(*question, **more):
-        workspace = UnfoldingWorkspace(find_gpu("RX 6800"))
+        workspace = Workspace("RX 6800")
         assert workspace.conv(*question, **more) == (0, "none, because MIOpen may need none")
         return workspace.alternatives()
 
@@ -746,6 +746,12 @@ def test_old_versions_on_8_6_are_as_later_ones_in_half_precision():
         assert older.reserved == both[1] < both[0] and older.band[0] <= min(both) and older.band[1] >= max(both)
 
 
+def relatives(sm, version):
+    """Profiles that bound a version's answers on a compute capability (csrc/predict/catalogue.h)."""
+    catalogue = profiles.shipped_catalogue()
+    return [catalogue.profile(number) for number in catalogue.core.relatives(sm, profiles.number_of(version))]
+
+
 def test_how_far_answers_may_lie_from_what_was_asked():
     """Between the versions that were asked on a capability: as on that capability. Beyond them: as on any card."""
     for gpu, between, beyond in (
@@ -754,10 +760,9 @@ def test_how_far_answers_may_lie_from_what_was_asked():
         ("B200", "9.22.0", "9.8.0"),
     ):
         card = find_gpu(gpu)
-        catalogue = profiles.shipped_catalogue()
-        own, family = ({p.sm for p in catalogue.relatives(card.sm, version)} for version in (between, beyond))
+        own, family, every = ({p.sm for p in relatives(card.sm, version)} for version in (between, beyond, None))
         assert own == {card.sm} and family > own and len({sm < 80 for sm in family}) == 1
-        assert {p.sm for p in profiles.shipped_catalogue().relatives(card.sm, None)} == family
+        assert every == family
     question = "float32", 1, 256, 512, 512, 256, 3
     workspace = Workspace("RTX 4090", "9.1.0")
     workspace.conv(*question)
@@ -772,7 +777,7 @@ def test_what_takes_the_most_of_all():
     workspace = Workspace("RTX 3090", "9.1.0")
     for question in questions:
         workspace.conv(*question)
-    asked = profiles.shipped_catalogue().relatives(workspace.gpu.sm, "9.1.0")
+    asked = relatives(workspace.gpu.sm, "9.1.0")
     most = tuple(max(p.conv(profiles.Conv(*q))[0] for p in asked if p.conv(profiles.Conv(*q))) for q in questions)
     assert most in workspace.alternatives()
 

@@ -218,7 +218,7 @@ static int to_heads(PyObject *pair, void *out) {
     return !PyErr_Occurred();
 }
 
-/* For PyArg_ParseTuple's O&: a vaemem.prediction.eager.AttentionCall, which is a tuple. */
+/* For PyArg_ParseTuple's O&: the tuple AttentionCall of vaemem/pytorch/eager.py. */
 static int to_sdpa(PyObject *call, void *out) {
     PyObject *mask;
     vm_sdpa *a = out;

@@ -11,7 +11,6 @@ from vaemem.out_of_memory.messages import SEGMENT_STEP, OomMessage
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.request import Request
-from vaemem.prediction.workspace import im2col_bytes
 
 PLAYED, AGREES = 1, 2  # fits: refused there; and the figures agree
 STEPS = 4  # iterations to find the room that gives the allocated bytes
@@ -46,8 +45,8 @@ def _lowered(fields: Any, name: str, is_own: bool) -> Storage:
     """Return the columns of a convolution's input; 0 bytes if it needs none."""
     conv = Conv(*fields)
     if is_own and conv.depth and conv.dtype != "float32":
-        return Storage(name, im2col_bytes(conv), LEAST_LOWERED)
-    return Storage(f"{name.removesuffix(' [workspace]')} {LOWERED}", im2col_bytes(conv), max(conv.elements[:2]))
+        return Storage(name, _core.im2col_bytes(conv), LEAST_LOWERED)
+    return Storage(f"{name.removesuffix(' [workspace]')} {LOWERED}", _core.im2col_bytes(conv), max(conv.elements[:2]))
 
 
 class Refusable(NamedTuple):

@@ -27,11 +27,11 @@ from vaemem.out_of_memory.refusals import (
 from vaemem.out_of_memory.sizes import MADE_SIZES, Areas, Size, list_sizes
 from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.gpus import Gpu
-from vaemem.prediction.held import parameter_bytes
+from vaemem.prediction.held import arch_key
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import Card, VAEArguments, VAERequest, resolve_vae
-from vaemem.prediction.runtimes import architecture, code_of
+from vaemem.prediction.runtimes import architecture, code_of, parameter_bytes
 
 # VAEs with different tensors: SDXL's are SD1.5's and Playground's, FLUX.1's are SD3's, Z-Image's and CogView4's.
 ALIKE = {"sdxl": "SD1.5, SDXL", "flux": "FLUX.1, SD3, Z-Image", "flux2": "FLUX.2", "qwen-image": "Qwen-Image"}
@@ -321,7 +321,7 @@ def _rank_runs(runs: Iterable[Found]) -> list[Found]:
 @functools.cache
 def _weights(model: str, dtype: str) -> int:
     """Return the bytes of a VAE's weights."""
-    return sum(parameter_bytes(tuple(sorted(architecture(model).items())), "diffusers", dtype)[0])
+    return sum(parameter_bytes(arch_key(architecture(model)), "diffusers", dtype).values())
 
 
 def predict_rounded(request: VAERequest) -> Prediction:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from vaemem._render import Bar, Block, Bullets, Columns, Facts, Sheet, Shown, Sizer, in_gb, in_mib
@@ -186,16 +188,19 @@ class Answer(Shown):
         return "peak", f"{size(phase.total)}{room}: {held}"
 
 
-class SimulatedAnswer(Answer):
-    """A prediction that reads its numbers off a played process: a run of one phase."""
+class ModulePrediction(Answer):
+    """A predicted call of a module, which `vaemem.pytorch.predict_peak` returns. Attributes as in `Prediction`, and:
 
-    kind = "run"
-    upper_share = 0.9989
-    upper_basis = (
-        "3568 of 3572 answers of profiles that were left out in turn, a version or a card (benchmarks/left_out.py: SDXL"
-        " and FLUX, float16 and float32, whole images one at a time); 98 of 98 rows of the seed table"
-    )
+    Attributes
+    ----------
+    unmodelled : dict
+        Operators and other things with uncounted memory, and how often each ran; in `repr` too.
+    """
 
+    kind = "module"
+    upper_share = math.nan
+    upper_basis = "nothing: no module's measurements are known"
+    unmodelled: Mapping[str, int] = alias("request.unmodelled")
     least_reserved: int = alias("judged.least")
     peak_tensors: tuple[PeakTensor, ...] = alias("result.fullest.peak_tensors")
 
@@ -211,7 +216,8 @@ class SimulatedAnswer(Answer):
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, available, most = process.workspace_source, process.available, process.most_reserved
         here, full = request.play_on_card(process)
-        self.out_of_memory_at, self.substitutions, self._here = full, here.substitutions, here
+        self.out_of_memory_at, self.substitutions, self._here = full, (*request.supposed, *here.substitutions), here
+        self.title = f"a module on {self.gpu}"
         plays = Plays(
             request, process, [(self.peak_reserved - self.reserved, 0)], (0, most if full else min(most, available)),
             (self.protocol, USUAL_PROTOCOL, "cold"),
@@ -271,7 +277,13 @@ class SimulatedAnswer(Answer):
         replaced = f"; substituted: {', '.join(self.substitutions)}" if self.substitutions else ""
         return f"{self.summary}; {self._counters(in_mib)}{replaced}"
 
+    def _asked_data(self) -> dict[str, Any]:
+        return {"allocator": self.request.software.allocator}
+
     def _more_data(self) -> dict[str, Any]:
+        return self._counters_data() | {"unmodelled": self.unmodelled}
+
+    def _counters_data(self) -> dict[str, Any]:
         return {
             "above_baseline": {
                 "allocated_bytes": self.allocated, "reserved_bytes": self.reserved, "band_bytes": self.band,
@@ -289,6 +301,10 @@ class SimulatedAnswer(Answer):
         counters = f"{self._counters(size)}, above weights and input"
         return [self._peak_fact(size), ("PyTorch", f"{counters} ({self.protocol} process)")]
 
+    def _blocks(self, size: Sizer) -> list[Block]:
+        missing = [f"Not counted: {what} ({count} times)." for what, count in self.unmodelled.items()]
+        return [Bullets(missing), self._tensors(size), *self._sources()]
+
     def _tensors(self, size: Sizer) -> Columns:
         """Return the largest tensors at the peak."""
         rows = [(size(one.bytes), one.name) for one in self.peak_tensors[:SHOWN_TENSORS]]
@@ -298,7 +314,12 @@ class SimulatedAnswer(Answer):
         told = [f"Substituted for missing data: {', '.join(self.substitutions)}."] if self.substitutions else []
         return [Bullets([*told, f"Workspaces: {self.workspace_source}."], detail=True)]
 
-    @property
-    def _place(self) -> str:
+    def __repr__(self) -> str:
+        baseline = in_gb(self.peak_allocated - self.allocated)
         cudnn = f", cuDNN {self.cudnn_version}" if self.cudnn_version else ""
-        return f"{self.gpu}, torch {self.torch_version}{cudnn}"
+        protocol = "" if self.protocol == USUAL_PROTOCOL else f", {self.protocol}"
+        missing = ", ".join(f"{what} ({count})" for what, count in self.unmodelled.items())
+        return (
+            f"<ModulePrediction ({self.gpu}, torch {self.torch_version}{cudnn}{protocol}): above {baseline} of weights"
+            f" and inputs {self._described}{f'; not counted: {missing}' if missing else ''}>"
+        )

@@ -6,7 +6,6 @@ The names that the script holds decide which memory is still allocated when a me
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 from vaemem.prediction.held import LoadedVAE, Tensor, Variables
 from vaemem.prediction.job import Job
@@ -16,26 +15,20 @@ from vaemem.prediction.runtimes import RUNTIMES
 BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, regardless of its models' configs
 
 
-class Protocol(NamedTuple):
-    """The runs of a fresh process with its loaded model before the counters are read."""
-
-    warmups: int = 2
-    runs: int = 1  # measured ones
-    emptied: bool = True  # the cache is emptied, and the peaks are reset, before each run
-
-
+# The runs of a fresh process with its loaded model before the counters are read: warm-up runs, measured runs, and
+# whether the cache is emptied and the peaks are reset before each run.
 PROTOCOLS = {
-    "cold": Protocol(warmups=0),  # the first run of the process
-    "warm": Protocol(),  # the first run after two warm-up runs, while the second one's result is still bound
-    "repeated": Protocol(runs=2),  # the second run after two warm-up runs, when none of their results is bound
-    "kept": Protocol(warmups=0, runs=3, emptied=False),  # three runs in a row; the largest of them counts
+    "cold": (0, 1, True),  # the first run of the process
+    "warm": (2, 1, True),  # the first run after two warm-up runs, while the second one's result is still bound
+    "repeated": (2, 2, True),  # the second run after two warm-up runs, when none of their results is bound
+    "kept": (0, 3, False),  # three runs in a row; the largest of them counts
 }
 USUAL_PROTOCOL = "warm"
-SEED_TABLE = Protocol(runs=5)  # the table has their mean
+SEED_TABLE = 2, 5, True  # the table has the mean of the five
 
 
 def benchmark(
-    process: SimulatedProcess, vae: LoadedVAE, job: Job, protocol: Protocol = SEED_TABLE,
+    process: SimulatedProcess, vae: LoadedVAE, job: Job, protocol: tuple[int, int, bool] = SEED_TABLE,
     input_dtype: str | None = None,
 ) -> list[Reading]:  # fmt: skip
     """Play the seed table's benchmark: warm-up runs, then measured ones.
@@ -49,7 +42,8 @@ def benchmark(
         If its dtype differs from the input's, each run converts weights and input, and then converts the weights back.
         With `upcast` it does so as ``upcast_vae`` before diffusers 0.36: a decode's first blocks keep the input's
         dtype.
-    protocol : Protocol
+    protocol : tuple of (int, int, bool)
+        As in `PROTOCOLS`.
     input_dtype : str, optional
         The job's weights_dtype by default.
 
@@ -57,11 +51,12 @@ def benchmark(
     -------
     list of Reading
         One for each measured run. The first still holds the results that the warm-up runs left bound. An encode is
-        sampled and scaled, as in pipelines. With ``emptied=False`` the cache is emptied only before the first measured
-        run. Each reading then covers all measured runs so far.
+        sampled and scaled, as in pipelines. If a protocol keeps the cache, it is emptied only before the first
+        measured run. Each reading then covers all measured runs so far.
     """
     op, height, width, batch = job.op.removesuffix("_tiled"), job.height, job.width, job.batch
     dtype, weights_dtype, input_dtype = job.dtype, vae.dtype, input_dtype or job.weights_dtype
+    warmups, runs, is_emptied = protocol
     method = process.encode if op == "encode" else process.decode
     run = functools.partial(method, vae, tile=job.tile or 0, tile_overlap=job.tile_overlap, slicing=job.slicing)
     v = Variables(process)
@@ -95,12 +90,12 @@ def benchmark(
             v.result = run(v.scaled)
 
     measurements: list[Reading] = []
-    for i in range(protocol.warmups + protocol.runs):
-        is_measured = i >= protocol.warmups
+    for i in range(warmups + runs):
+        is_measured = i >= warmups
         v.delete("result")
         # A first run is cold if nothing was freed before it, because there is no cache to empty.
         is_cold = not i and process.allocated == process.peak_allocated
-        if is_cold or (is_measured and (protocol.emptied or not measurements)):
+        if is_cold or (is_measured and (is_emptied or not measurements)):
             process.empty_cache()
             process.reset_peak()
         call(is_measured)
@@ -109,7 +104,7 @@ def benchmark(
         process.convert(vae, weights_dtype)
         if is_measured:
             v.delete("result", "dist", "scaled")
-        elif protocol.emptied:
+        elif is_emptied:
             process.empty_cache()
     v.delete(*v)  # the function returns
-    return measurements[-protocol.runs :]
+    return measurements[-runs:]

@@ -137,31 +137,18 @@ def _key(name: str) -> str:
     return _BRANDS.sub("", name.lower().replace("mobile", "laptop"))
 
 
-class _Kind(NamedTuple):
-    """A kind of cards without recorded answers of cuDNN: their maker, the card that stands for their tensors, and
-    whether the rule for cards without tensor cores is "taken", "possible", or does not apply ("")."""
-
-    maker: str
-    stand_in: str
-    standing: str = ""
-
-    @property
-    def rules(self) -> tuple[dict[str, Any], ...]:
-        rule = json.loads(shipped("gpus.json"))["without_tensor_cores"]
-        return (rule | {"standing": self.standing},) if self.standing else ()
-
-
 @functools.cache
-def _coarse() -> dict[str, tuple[str, int, _Kind]]:
-    """Return {key: (name, GB as sold, its kind)} of cards that no cuDNN was asked about. 0 GB: the host's memory."""
+def _coarse() -> dict[str, tuple[str, int, dict[str, Any]]]:
+    """Return {key: (name, GB as sold, its kind)} of cards that no cuDNN was asked about. 0 GB: the host's memory.
+
+    A kind is a row of ``gpus.json``: the cards' maker; the card that stands for their tensors; and, if the rule for
+    cards without tensor cores applies, whether it is "taken" or "possible".
+    """
     return {
-        _key(name): (
-            " ".join(filter(None, (kind["maker"], kind["brand"], name))), gigabytes,
-            _Kind(kind["maker"], kind["stand_in"], kind.get("standing", "")),
-        )
+        _key(name): (" ".join(filter(None, (kind["maker"], kind["brand"], name))), gigabytes, kind)
         for kind in json.loads(shipped("gpus.json"))["coarse"]
         for name, gigabytes in kind["gigabytes"].items()
-    }  # fmt: skip
+    }
 
 
 def coarse_names(maker: str) -> list[str]:
@@ -182,11 +169,14 @@ def _find_coarse(name: str, size: int | None) -> Gpu | None:
     if not size and not gigabytes:
         advice = ("pass its part of that, such as ", Named("memory", "96 GB"), ", for a rough answer")
         raise ArgumentError("gpu", "", f"{full} shares the host's memory", advice)
-    card = find_gpu(kind.stand_in, size or gigabytes << 30)
+    card = find_gpu(kind["stand_in"], size or gigabytes << 30)
     why = f"{card.name} for {full}, without cuDNN's answers: tensors are known, workspaces lie in a range"
-    if kind.maker != "NVIDIA":
+    if kind["maker"] != "NVIDIA":
         why = f"{card.name} for {full}: tensors are known, workspaces lie between none and those of im2col"
-    return card._replace(name=full, card=card.name, coarse=why, maker=kind.maker, rules=kind.rules)
+    rules: tuple[dict[str, Any], ...] = ()
+    if "standing" in kind:
+        rules = (json.loads(shipped("gpus.json"))["without_tensor_cores"] | {"standing": kind["standing"]},)
+    return card._replace(name=full, card=card.name, coarse=why, maker=kind["maker"], rules=rules)
 
 
 def _maker(name: str) -> str:
@@ -195,11 +185,11 @@ def _maker(name: str) -> str:
     return next((maker for maker, begins in _OTHERS.items() if begins.match(text)), "NVIDIA")
 
 
-def _kind_of(text: str) -> _Kind | None:
+def _kind_of(text: str) -> dict[str, Any] | None:
     """Return the kind of an unlisted card, by the beginning of its name; None if it means no such card."""
     if (maker := _maker(text)) != "NVIDIA":
-        return _Kind(maker, "RTX 3090")
-    return _Kind("NVIDIA", "T4", "possible") if _UNRECORDED.match(text) else None
+        return {"maker": maker, "stand_in": "RTX 3090"}
+    return {"maker": maker, "stand_in": "T4", "standing": "possible"} if _UNRECORDED.match(text) else None
 
 
 @functools.cache

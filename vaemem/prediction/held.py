@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, MIB, latent_factor
+from vaemem._common import MIB, latent_factor
 from vaemem._errors import ArgumentTypeError
-from vaemem.prediction.passing import FIRST, Passing
+from vaemem.prediction.passing import Passing
 from vaemem.prediction.runtimes import packing
 
 
 def arch_key(arch: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return an architecture as a key of a cache."""
     return tuple(sorted(arch.items()))
-
-
-@functools.lru_cache(maxsize=64)
-def parameters_of(arch: tuple[tuple[str, Any], ...], runtime: str) -> list[tuple[int, bool]]:
-    """Return each parameter's number of elements, and whether it belongs to the `FIRST` blocks, in the order of
-    loading."""
-    made = _core.Trace.parameters(dict(arch), runtime)
-    return [(math.prod(shape), name.startswith(FIRST)) for name, shape, _ in made]
-
-
-@functools.lru_cache(maxsize=256)
-def converted_bytes(
-    arch: tuple[tuple[str, Any], ...], runtime: str, old: tuple[str, str], new: tuple[str, str]
-) -> list[int]:  # fmt: skip
-    """Return the bytes of each parameter that is copied to another dtype, and 0 for the others. old, new: the dtypes of
-    the model and of its `FIRST` blocks."""
-    return [
-        count * ELEMENT_BYTES[new[is_first]] * (old[is_first] != new[is_first])
-        for count, is_first in parameters_of(arch, runtime)
-    ]
-
-
-@functools.lru_cache(maxsize=256)
-def parameter_bytes(
-    arch: tuple[tuple[str, Any], ...], runtime: str, dtype: str
-) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Return the bytes of each parameter, in the order of loading, and whether it is a filter. Only filters, with four
-    dimensions, have a memory format."""
-    made = _core.Trace.parameters(dict(arch), runtime)
-    sizes = tuple(math.prod(shape) * (ELEMENT_BYTES[dtype] if own == "run" else 8) for _, shape, own in made)
-    return sizes, tuple(len(shape) == 4 for _, shape, _ in made)
 
 
 class _Held:
@@ -141,39 +108,32 @@ class Variables:
     """The local variables of a Python function, as attributes. A tensor is freed when no variable holds it:
     ``v.x = f(v.x)`` frees the old tensor after the new one exists."""
 
-    __slots__ = ("_held", "_process")
-    _held: dict[str, Tensor]
     _process: Any
 
     def __init__(self, process: Any):
-        object.__setattr__(self, "_held", {})
-        object.__setattr__(self, "_process", process)
+        vars(self)["_process"] = process
 
     def __getattr__(self, name: str) -> Tensor:
-        try:
-            held: dict[str, Tensor] = object.__getattribute__(self, "_held")
-            return held[name]
-        except KeyError:
-            raise AttributeError(f"{name}: expected a variable that is bound") from None
+        raise AttributeError(f"{name}: expected a variable that is bound")
 
     def __setattr__(self, name: str, tensor: Tensor) -> None:
-        old = self._held.get(name)
-        self._held[name] = tensor
+        old = vars(self).get(name)
+        vars(self)[name] = tensor
         self._free(old)
 
     def __delattr__(self, name: str) -> None:
-        self._free(self._held.pop(name))
+        self._free(vars(self).pop(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._held])
+        return iter([name for name in vars(self) if name != "_process"])
 
     def delete(self, *names: str) -> None:
         """Call ``del`` on the named variables that are bound."""
         for name in names:
-            self._free(self._held.pop(name, None))
+            self._free(vars(self).pop(name, None))
 
     def _free(self, tensor: Tensor | None) -> None:
-        if not any(tensor is other for other in self._held.values()):
+        if not any(tensor is other for other in vars(self).values()):
             self._process.drop(tensor)
 
 

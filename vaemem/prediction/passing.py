@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vaemem import _core
-from vaemem._common import ELEMENT_BYTES
+from vaemem.prediction.runtimes import parameter_bytes
 
 BY_NONE, BY_ACCELERATE, BY_DIFFUSERS = range(3)  # made there; sent by accelerate's hooks; by diffusers' groups
 # Modules of AutoencoderKL whose own blocks are grouped (its _group_offload_block_modules).
 VAE_BLOCKS = ("quant_conv", "post_quant_conv", "encoder", "decoder")
 # Modules of transformers that share another's weights: T5's and Qwen3's. Each brings them for its own call.
 TIED = {"shared": "encoder.embed_tokens", "model.embed_tokens": "lm_head"}
-# The blocks that upcast_vae converts back to half precision before diffusers 0.36.
-FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
 
 
 class Passing(NamedTuple):
@@ -148,27 +144,15 @@ def pass_groups(
     order: numbers of the groups as their modules are called. Each then comes with the group called before it, the first
         with the outermost module. So diffusers prefetches after a first call that taught it the order
     """
-    found, early = list[Passing](), list[Passing]()
-    before = dict(zip(order, ["", *(groups[number].begins for number in order)], strict=False))
+    found, before = list[Passing](), dict(zip(order, ["", *(groups[number].begins for number in order)], strict=False))
     for number, group in enumerate(groups):
-        names, on = (*group.names, *(group.again if later else ())), 0 if group.is_rest else stream
-        if number in before:
-            at, ends = before[number], group.ends
-            early += [Passing(at, ends, name, sizes[name], BY_DIFFUSERS, 0, 0, 0, on, True) for name in names]
-            continue
+        begins, early = before.get(number, group.begins), number in before
         is_leaf = all(name.rpartition(".")[0] == group.begins for name in group.names)
-        for name in names:
-            own = name.rpartition(".")[2] if is_leaf else ""
-            found.append(Passing(group.begins, group.ends, own, sizes[name], BY_DIFFUSERS, 0, 0, 0, on))
-    return tuple(sorted([*found, *early], key=operator.attrgetter("module")))
-
-
-def vae_sizes(parameters: Sequence[tuple[str, tuple[int, ...], str]], dtype: str, first: str) -> dict[str, int]:
-    """Return the bytes of a VAE's parameters by name. first: the dtype of a decode's first blocks."""
-    return {
-        name: math.prod(shape) * (8 if own != "run" else ELEMENT_BYTES[first if name.startswith(FIRST) else dtype])
-        for name, shape, own in parameters
-    }
+        on = 0 if group.is_rest else stream
+        for name in (*group.names, *(group.again if later else ())):
+            shown = name if early else name.rpartition(".")[2] if is_leaf else ""
+            found.append(Passing(begins, group.ends, shown, sizes[name], BY_DIFFUSERS, stream=on, early=early))
+    return tuple(sorted(found, key=operator.attrgetter("module", "early")))
 
 
 @functools.lru_cache(maxsize=64)
@@ -177,7 +161,7 @@ def pass_vae(
     stream: int = 0,
 ) -> tuple[Passing, ...]:  # fmt: skip
     """List the weights of diffusers' class for a VAE as they pass: in groups, or each submodule's by accelerate."""
-    sizes = vae_sizes(_core.Trace.parameters(dict(arch), "diffusers"), dtype, first or dtype)
+    sizes = parameter_bytes(arch, "diffusers", dtype, first)
     if groups is not None:
         return pass_groups(groups, sizes, stream=stream)
     owned = [(*name.rpartition(".")[::2], size) for name, size in sizes.items()]

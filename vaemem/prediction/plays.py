@@ -5,28 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-from vaemem import _core
 from vaemem.prediction.benchmark import PROTOCOLS
 from vaemem.prediction.process import SimulatedProcess, Workspaces
 from vaemem.prediction.request import ModuleRequest, Request, VAERequest
-
-
-def bound_of(reserved: int, exact: int = 0) -> int:
-    """Bound the bytes of a process that is predicted to reserve `reserved` bytes: a 16th more, and 20 MiB. The `exact`
-    bytes among them, such as weights, get no 16th. csrc/predict/judge.h explains the margin."""
-    return _core.judge_bound(reserved, exact)
-
-
-class Takes(NamedTuple):
-    """The memory of a run, in bytes: as played; the least and the most over every plausible set of workspaces; and the
-    bound of all of them."""
-
-    own: int
-    least: int
-    most: int
-    bound: int
 
 
 class Plays:
@@ -64,32 +46,31 @@ class Plays:
         return self._least[assumed]
 
     @functools.cached_property
-    def takes(self) -> Takes:
-        """The request's memory by its own protocol. The bound covers every cuDNN unless a version was named, and other
+    def takes(self) -> tuple[int, int, int, int]:
+        """The request's bytes by its own protocol: as played; the least and the most over every plausible set of
+        workspaces; and the bound of all of them. The bound covers every cuDNN unless a version was named, and other
         protocols if the same process played them."""
         known = set(self._likely)
         rows = [*self._likely, *(row for row in self._every if row not in known)]
         process, first = self._play(self.protocols[0])
         also = [number for other, number in map(self._play, self.protocols[1:]) if other is process]
-        mine = self._take(process, first, rows, len(self._likely), also)
-        if not self._native:
-            return mine
-        native = self._native.takes
-        return Takes(
-            mine.own, min(mine.least, native.least), max(mine.most, native.most), max(mine.bound, native.bound)
-        )
+        own, least, most, bound = self._take(process, first, rows, len(self._likely), also)
+        if self._native:
+            _, *native = self._native.takes
+            least, most, bound = min(least, native[0]), max(most, native[1]), max(bound, native[2])
+        return own, least, most, bound
 
     @functools.cached_property
     def bound(self) -> int:
         """The most that the request takes by any protocol."""
         others = [one for one in map(self._play, self.protocols[1:]) if one[0] is not self.process]
-        bounds = [self._take(process, first, self._every).bound for process, first in others]
-        return max(self.takes.bound, *bounds, self._native.bound if self._native else 0)
+        bounds = [self._take(process, first, self._every)[3] for process, first in others]
+        return max(self.takes[3], *bounds, self._native.bound if self._native else 0)
 
     def low_bounds(self) -> Iterator[int]:
         """Yield lower bounds of `bound` that are quick to compute: as each protocol played."""
         for protocol in self.protocols:
-            yield self._take(*self._play(protocol)).bound
+            yield self._take(*self._play(protocol))[3]
 
     @functools.cached_property
     def _likely(self) -> list[Workspaces]:
@@ -104,10 +85,10 @@ class Plays:
     def _take(
         self, process: SimulatedProcess, first: int, rows: Sequence[Workspaces] = (), likely: int = 0,
         also: Sequence[int] = (),
-    ) -> Takes:  # fmt: skip
-        """Sum up a process's readings from number `first` on. also: readings that count for the bound alone."""
+    ) -> tuple[int, int, int, int]:  # fmt: skip
+        """Return `takes` for a process's readings from number `first` on. also: more readings, for the bound alone."""
         bounds = dict.fromkeys(also, self.phases[0])
-        return Takes(*process.takes(self.phases, first, self._above, rows, likely, bounds))
+        return process.takes(self.phases, first, self._above, rows, likely, bounds)
 
     def _play(self, protocol: str) -> tuple[SimulatedProcess, int]:
         """Return a process that played the same call by a protocol, and the number of the protocol's reading."""
@@ -115,7 +96,8 @@ class Plays:
             return self.process, 0
         if protocol == "cold":
             for other, process in self._played.items():
-                if len(process.readings) > PROTOCOLS[other].runs or not PROTOCOLS[other].warmups:
+                warmups, runs, _ = PROTOCOLS[other]
+                if len(process.readings) > runs or not warmups:
                     return process, 0
         if protocol not in self._played:
             assert isinstance(self.request, VAERequest | ModuleRequest)

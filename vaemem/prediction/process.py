@@ -16,26 +16,24 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, meant, whole, wholes
 from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.held import (
-    LoadedVAE,
-    Moment,
-    Tensor,
-    arch_key,
+from vaemem.prediction.held import LoadedVAE, Moment, Tensor, arch_key, moments, storages_of
+from vaemem.prediction.runtimes import (
+    RUNTIMES,
+    WANS,
+    architecture,
     converted_bytes,
-    moments,
+    diffusers_release,
     parameter_bytes,
     parameters_of,
-    storages_of,
 )
-from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import (
+    Workspace,
     answers_of,
     blas_settings,
     cudnn_attention,
     torch_for,
     torch_substitution,
-    workspace_on,
 )
 
 Workspaces = tuple[int, ...]  # bytes of each of a process's convolutions
@@ -126,7 +124,7 @@ class SimulatedProcess:
         self.torch_version = torch_for(self.gpu, torch_version)
         self.diffusers_release = diffusers_release(diffusers_version)
         if workspace is None:
-            workspace = workspace_on(self.gpu, cudnn_version, self.torch_version, allow_tf32)
+            workspace = Workspace(self.gpu, cudnn_version, self.torch_version, allow_tf32)
         elif not hasattr(workspace, "conv"):
             raise ArgumentError("workspace", "an object whose conv(...) answers, as Workspace's", repr(workspace))
         self.workspace = workspace
@@ -224,15 +222,11 @@ class SimulatedProcess:
         arch = architecture(model)
         runtime, dtype = meant("runtime", runtime, RUNTIMES), meant("dtype", dtype, DTYPES)
         key, name = arch_key(arch), f"weights of {arch['name']}"
-        sizes, filters = parameter_bytes(key, runtime, dtype)
-        if first is None:
-            placed = self._hold(name, sizes, "weights")
-        else:
-            types = dtype, meant("first", first, DTYPES)
-            sizes = tuple(count * ELEMENT_BYTES[types[is_first]] for count, is_first in parameters_of(key, runtime))
-            placed = self._hold(name, sizes)
-        if channels_last:
-            self._replace(placed, [size * of for size, of in zip(sizes, filters, strict=True)])
+        first = None if first is None else meant("first", first, DTYPES)
+        sizes = parameter_bytes(key, runtime, dtype, first)
+        placed = self._hold(name, [*sizes.values()], None if first else "weights")
+        if channels_last:  # only filters, with four dimensions, have a memory format
+            self._replace(placed, [sizes[one] * (len(shape) == 4) for one, shape, _ in parameters_of(key, runtime)])
         first = None if first == dtype else first
         return LoadedVAE(self, arch, runtime, dtype, placed, first=first, channels_last=channels_last)
 

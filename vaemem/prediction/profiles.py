@@ -33,7 +33,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -250,6 +250,8 @@ class Catalogue:
     rules : list of dict
     core : _core.Catalogue
         Chooses among them.
+    profile : function
+        Gives a `Profile` by the core's number for it.
     """
 
     def __init__(
@@ -259,49 +261,33 @@ class Catalogue:
         names = tuple(profile_files() if files is None else files)
         given = {name: one for name, one in files.items() if one} if isinstance(files, Mapping) else {}
         self.rules = list(json.loads(shipped("profiles", "rules.json"))["rules"] if rules is None else rules)
-        self._load = functools.partial(_nth_profile, names, given)
         recorded = []
         for name in names:
             sm, keys, number = _about(given[name]) if name in given else profile_files()[name]
             recorded.append((sm, number, tuple(card_of(find_gpu(key)) for key in keys)))
+
+        def load(number: int) -> Profile:
+            return given.get(names[number]) or load_profile(names[number])
+
+        def for_core(number: int) -> tuple[_core.Profile, bool]:
+            """Return the core's part of a profile, and whether it was inferred."""
+            return load(number).core, load(number).how == "inferred"
+
+        self.profile = load  # by the core's number
         self.core = _core.Catalogue(
             tuple(recorded), tuple(map(card_rule, self.rules)), tuple(card_of(find_gpu(name)) for name in ONE_OF_EACH),
-            functools.partial(_for_core, self._load),
+            for_core,
         )  # fmt: skip
 
-    def profile(self, number: int) -> Profile:
-        """Return a profile by the core's number for it."""
-        return self._load(number)
-
-    def near(self, gpu: Gpu, version: str | None) -> list[Profile]:
-        """Return the profiles for GPUs like this one, asked and inferred, the nearest cuDNN to `version` first (None:
-        the newest first)."""
-        return [self._load(i) for i in self.core.near(card_of(gpu), number_of(version))]
-
     def nearest(self, gpu: Gpu, version: str | None) -> Profile | None:
-        """Return the first of `near` that may answer for the version, or None. An inferred profile may answer for its
-        own version only."""
+        """Return the profile for GPUs like this one with the nearest cuDNN to `version` (None: the newest) that may
+        answer for it, or None. An inferred profile may answer for its own version only."""
         number = self.core.nearest(card_of(gpu), number_of(version))
-        return None if number < 0 else self._load(number)
-
-    def relatives(self, sm: int, version: str | None) -> list[Profile]:
-        """Return recorded profiles that bound the answers of a version (None: any) on a compute capability (89 for
-        8.9). csrc/predict/catalogue.h defines them."""
-        return [self._load(i) for i in self.core.relatives(sm, number_of(version))]
+        return None if number < 0 else self.profile(number)
 
 
 def _about(profile: Profile) -> tuple[int, list[str], int]:
     return profile.sm, profile.cards, version_number(profile.version)
-
-
-def _nth_profile(names: Sequence[str], given: Mapping[str, Profile], number: int) -> Profile:
-    return given[names[number]] if names[number] in given else load_profile(names[number])
-
-
-def _for_core(load: Callable[[int], Profile], number: int) -> tuple[_core.Profile, bool]:
-    """Return the core's part of a profile, and whether it was inferred."""
-    profile = load(number)
-    return profile.core, profile.how == "inferred"
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from vaemem import _core
 from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, choose, flag, latent_factor, listed, meant
@@ -263,6 +263,8 @@ class VAERequest(Request):
     that do not overflow in float16. calibrate: rows that were measured on the card."""
 
     job: Job
+    unmodelled: ClassVar[Mapping[str, int]] = {}
+    supposed: ClassVar[tuple[str, ...]] = ()
     taken: str = field(default="", kw_only=True)
     assumed: str = field(default="", kw_only=True)
     fixed: bool = field(default=False, kw_only=True)

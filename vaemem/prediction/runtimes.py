@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, get_args
 
 from vaemem import _core
+from vaemem._common import ELEMENT_BYTES
 from vaemem._errors import ArgumentError
 from vaemem._types import Program
 from vaemem.engine.configs import config_of, named_model, read_config
@@ -27,7 +29,7 @@ SINCE = {
 }  # fmt: skip
 
 
-class Runtime(NamedTuple):
+class _Runtime(NamedTuple):
     """A program's code for VAEs, and how to call its methods; csrc/predict/torch_coders.c has their frames."""
 
     samples: bool = False  # encode returns latents and decode takes latents; otherwise encode returns a posterior
@@ -38,11 +40,11 @@ class Runtime(NamedTuple):
 
 
 RUNTIMES = {
-    "diffusers": Runtime(),
-    "bfl": Runtime(samples=True, tiles=False),
-    "comfyui": Runtime(samples=True, host=True, packs=True),
-    "a1111": Runtime(looks_at_memory=True),
-    "forge": Runtime(samples=True, host=True),
+    "diffusers": _Runtime(),
+    "bfl": _Runtime(samples=True, tiles=False),
+    "comfyui": _Runtime(samples=True, host=True, packs=True),
+    "a1111": _Runtime(looks_at_memory=True),
+    "forge": _Runtime(samples=True, host=True),
 }
 # Programs that run another program's code, by model if that differs. InvokeAI has diffusers' class, and BFL's for FLUX.
 # A1111 with --medvram or --lowvram keeps no other model on the card while the VAE runs.
@@ -64,6 +66,39 @@ def code_of(program: str, model: str) -> str:
 def packing(code: str, arch: Mapping[str, Any]) -> int:
     """Return how many of the VAE's latent pixels a side make one pixel of the latents in a runtime's code."""
     return int(arch["patch_size"][0]) if RUNTIMES[code].packs and "patch_size" in arch else 1
+
+
+# The blocks that upcast_vae converts back to half precision before diffusers 0.36.
+FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
+
+
+@functools.lru_cache(maxsize=64)
+def parameters_of(arch: tuple[tuple[str, Any], ...], runtime: str) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return each parameter's name, its shape, and "run" or the dtype that it always has, in the order of loading."""
+    return _core.Trace.parameters(dict(arch), runtime)
+
+
+@functools.lru_cache(maxsize=256)
+def parameter_bytes(
+    arch: tuple[tuple[str, Any], ...], runtime: str, dtype: str, first: str | None = None
+) -> Mapping[str, int]:
+    """Return each parameter's bytes by name, in the order of loading. first: the dtype of the `FIRST` blocks, if it is
+    another one."""
+    types = dtype, first or dtype
+    return {
+        name: math.prod(shape) * (ELEMENT_BYTES[types[name.startswith(FIRST)]] if own == "run" else 8)
+        for name, shape, own in parameters_of(arch, runtime)
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def converted_bytes(
+    arch: tuple[tuple[str, Any], ...], runtime: str, old: tuple[str, str], new: tuple[str, str]
+) -> list[int]:  # fmt: skip
+    """Return the bytes of each parameter that is copied to another dtype, and 0 for the others. old, new: the dtypes of
+    the model and of its `FIRST` blocks."""
+    changes = [ELEMENT_BYTES[after] * (before != after) for before, after in zip(old, new, strict=True)]
+    return [math.prod(shape) * changes[name.startswith(FIRST)] for name, shape, _ in parameters_of(arch, runtime)]
 
 
 @functools.cache

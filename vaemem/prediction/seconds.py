@@ -139,48 +139,36 @@ def _peak(card: Gpu, kind: str) -> float:
     return float(card.multiprocessors * flops * card.properties["smClockRateKHz"] * 1000)
 
 
-class Share(NamedTuple):
-    """A measured run's share of its card's peak. For a VAE, the share leaves out the time for moving its bytes. One
-    share may stand for several runs, each within a factor of it."""
-
-    work: str
-    card: str
-    capability: str
-    share: float
-    source: str
-    runs: int = 1
-    within: float = 1.0
-
-    @property
-    def kind(self) -> str:
-        """The kind of work: UNets and transformers are much alike, a VAE is not."""
-        return "vae" if self.work == "vae" else "denoiser"
-
-
 @functools.cache
-def shares() -> tuple[Share, ...]:
-    """Return the shares of their card's peak that the measured runs of data/rates.json reach. Runs shorter than 50 ms
-    are left out: they wait for Python.
+def shares() -> tuple[Mapping[str, Any], ...]:
+    """Return the measured runs of data/rates.json with the `share` that each reaches of its card's peak. For a VAE, the
+    share leaves out the time for moving its bytes. A row may stand for several `runs`, each `within` a factor of its
+    share. Runs shorter than 50 ms are left out: they wait for Python.
 
     Examples
     --------
-    >>> [round(share.share, 2) for share in shares() if share.work == "transformer"]
+    >>> [round(run["share"], 2) for run in shares() if run["work"] == "transformer"]
     [0.38, 0.33]
     """
-    data = _data()
-    vae, found = data["vae"], list[Share]()
+    data, found = _data(), list[Mapping[str, Any]]()
     for run in data["measured"]:
-        card, seconds, module = find_gpu(run["gpu"]), 1 / run["per_second"], data["flops"][run["module"]]
+        seconds, module = 1 / run["per_second"], data["flops"][run["module"]]
         flops = run["samples"] * module["flops"]
         if run["work"] == "vae":
             work = vae_work(module["flops"], module["attended"], module["moved"])
-            flops, seconds = work["vae"], seconds - work["memory"] / memory_rate(card).value
+            flops, seconds = work["vae"], seconds - work["memory"] / memory_rate(run["gpu"]).value
         if seconds >= data["shortest_step"]:
-            share = flops / seconds / peak(card)
-            found.append(Share(run["work"], card.name, card.capability, share, data["sources"][run["source"]]))
-    card, source = find_gpu(vae["gpu"]), data["sources"][vae["source"]]
-    found.append(Share("vae", card.name, card.capability, vae["share"], source, vae["runs"], vae["within"]))
-    return tuple(found)
+            found.append(run | {"share": flops / seconds / peak(run["gpu"]), "runs": 1, "within": 1.0})
+    return (*found, data["vae"] | {"work": "vae"})
+
+
+def _like(run: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the kind of a run's work, and its card's compute capability. UNets and transformers are much alike."""
+    return _kind(run["work"]), find_gpu(run["gpu"]).capability
+
+
+def _kind(work: str) -> str:
+    return "vae" if work == "vae" else "denoiser"
 
 
 def vae_work(flops: float, attended: float, moved: float) -> dict[str, float]:
@@ -229,24 +217,21 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
     """
     choose("work", work, WORK)
     card = find_gpu(gpu)
-    known, kind, which = shares(), "vae" if work == "vae" else "denoiser", "this card"
-    groups = grouped(known, lambda run: (run.work, run.card))
+    groups, which = grouped(shares(), lambda run: (run["work"], find_gpu(run["gpu"]).name)), "this card"
     used = groups.get((work, card.card or card.name))
     if not used:
-        groups, which = grouped(known, lambda run: (run.kind, run.capability)), f"compute capability {card.capability}"
-        used = groups.get((kind, card.capability))
+        groups, which = grouped(shares(), _like), f"compute capability {card.capability}"
+        used = groups.get((_kind(work), card.capability))
     if used:  # the band is as wide as for the card, or the capability, with the largest spread of runs
-        share = _mean(run.share for run in used)
-        band = max(_off(_mean(run.share for run in runs), run) for runs in groups.values() for run in runs)
+        share = _mean_share(used)
+        band = max(_off(_mean_share(runs), run) for runs in groups.values() for run in runs)
     else:
-        used, alike = [run for run in known if run.kind == kind], [groups[key] for key in groups if key[0] == kind]
-        share, which = (
-            _mean(_mean(one.share for one in runs) for runs in alike),
-            f"{len(alike)} other compute capabilities",
-        )
+        alike = [runs for (kind, _), runs in groups.items() if kind == _kind(work)]
+        share, used = _mean(map(_mean_share, alike)), [run for run in shares() if _like(run)[0] == _kind(work)]
+        which = f"{len(alike)} other compute capabilities"
         band = max(_off(share, run) for run in used)
-    most, count = peak(card, dtype), sum(run.runs for run in used)
-    sources = "; ".join(dict.fromkeys(run.source.partition(":")[0] for run in used))
+    most, count = peak(card, dtype), sum(run["runs"] for run in used)
+    sources = "; ".join(dict.fromkeys(_data()["sources"][run["source"]].partition(":")[0] for run in used))
     runs = f"{count} measured run{'s' * (count > 1)}"
     why = f"{share:.0%} of {_short(most / 1e12)} TFLOP/s, as in {runs} on {which} ({sources})"
     return Rate(share * most, band, "FLOP/s", why)
@@ -257,9 +242,13 @@ def _mean(numbers: Iterable[float]) -> float:
     return math.exp(fmean(map(math.log, numbers)))
 
 
-def _off(share: float, run: Share) -> float:
+def _mean_share(runs: Iterable[Mapping[str, Any]]) -> float:
+    return _mean(run["share"] for run in runs)
+
+
+def _off(share: float, run: Mapping[str, Any]) -> float:
     """Return the factor between a share and a run, or the furthest of several runs."""
-    return run.within * max(share / run.share, run.share / share)
+    return float(run["within"] * max(share / run["share"], run["share"] / share))
 
 
 def memory_rate(gpu: str | Gpu) -> Rate:
@@ -491,11 +480,6 @@ def cards_of(memory: int) -> list[Gpu]:
     return [card for card in listed if 0.95 * wanted < card.total_memory < 1.05 * wanted]
 
 
-def _twice_as_wide(rate: Rate, why: str) -> Rate:
-    """Return a rate that stands for another one without known measurements."""
-    return rate._replace(factor=2 * rate.factor, why=why)
-
-
 def _direct(card: Gpu) -> Rate:
     """Return the rate of ggml's direct convolution, which does not use tensor cores."""
     most = _peak(card, "float32")
@@ -552,10 +536,12 @@ def machine_of(
     rates = {work: of(functools.partial(gpu_rate, work=work, dtype=dtype)) for work in WORK}
     if runtime == "sd.cpp":
         for work, rate in rates.items():
-            rates[work] = _twice_as_wide(rate, f"PyTorch's {rate.why}; ggml's kernels may reach half or twice that")
+            why = f"PyTorch's {rate.why}; ggml's kernels may reach half or twice that"
+            rates[work] = rate._replace(factor=2 * rate.factor, why=why)
         rates["vae direct"] = of(_direct)
     rates |= {"memory": of(memory_rate), "link": link_rate(link), "disk": disk_rate(), "cpu": cpu_rate(cpu, cores)}
     if runtime == "diffusers":
-        why = f"ggml's rate; PyTorch may reach half or twice that: {rates['cpu'].why}"
-        rates["cpu"] = _twice_as_wide(rates["cpu"], why)
+        rate = rates["cpu"]
+        why = f"ggml's rate; PyTorch may reach half or twice that: {rate.why}"
+        rates["cpu"] = rate._replace(factor=2 * rate.factor, why=why)
     return Machine(rates | {"cpu Q8_0": cpu_rate(cpu, cores, "Q8_0")})

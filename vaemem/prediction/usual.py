@@ -24,8 +24,35 @@ PIPELINE_DTYPES = {
 OVERFLOWING = ("sdxl", "playground-v2.5")
 FIXED = "madebyollin/sdxl-vae-fp16-fix"  # SDXL's with weights that do not overflow
 BFLOAT16_SM = 80  # ComfyUI and Forge use bfloat16 from this compute capability on
-# On older cards they use float16 for these models, from this compute capability on: `working_dtypes` lists it.
-FLOAT16_TOO, FLOAT16_SM = ("qwen-image", "wan2.1"), 70
+
+_OLD, _FIX = "on cards before compute capability 8.0", f"; {FIXED}, which can be named as the model, stays in float16"
+_KNOWN = tuple(PIPELINE_DTYPES)
+# The first rule that matches holds. A rule has the program, or "" for any; its models, or () for all; the least compute
+# capability; the dtype, or "" for that of the model's pipeline; and why.
+_RULES: tuple[tuple[str, tuple[str, ...], int, str, str], ...] = (
+    *(
+        (program, models, sm, dtype, f"in which {name} runs VAEs {where}. Its {flags} change that")
+        for program, name, flags in (
+            ("comfyui", "ComfyUI", "--fp16-vae, --bf16-vae and --fp32-vae"),
+            ("forge", "Forge", "--vae-in-fp16 and its like"),
+        )
+        for models, sm, dtype, where in (
+            ((), BFLOAT16_SM, "bfloat16", "from compute capability 8.0 on"),
+            (("qwen-image", "wan2.1"), 70, "float16", _OLD),  # `working_dtypes` lists it
+            ((), 0, "float32", _OLD),
+        )
+    ),
+    ("a1111", OVERFLOWING, 0, "float32", f"where A1111 stays once float16 has given NaN{_FIX}"),
+    ("a1111", _KNOWN, 0, "", "in which A1111 runs VAEs"),
+    ("invokeai", WANS, 0, "bfloat16", "in which InvokeAI loads Wan's VAE whatever its setting"),
+    ("invokeai", ("sd15", "sdxl"), 0, "float32",
+     "which InvokeAI's setting VAE precision is by default. It may be fp16: name float16 then"),
+    ("invokeai", _KNOWN, 0, "", "in which InvokeAI runs it"),
+    ("bfl", _KNOWN, 0, "", "in which BFL's scripts decode, by autocast, of which nothing more is modelled"),
+    ("", WANS, 0, "", "in which diffusers' documentation loads it"),
+    ("", _KNOWN, 0, "", "in which its pipeline in diffusers runs it"),
+    ("", (), 0, "", "as most VAEs are run"),
+)  # fmt: skip
 
 
 class _Usual(NamedTuple):
@@ -70,29 +97,18 @@ def is_fixed(model: Any) -> bool:
 def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool, release: int = LAST_DIFFUSERS) -> _Usual:
     """Return the types in which a program runs that VAE on a card of that compute capability. fixed: see `is_fixed`.
     release: diffusers', 42 for 0.42."""
-    half = PIPELINE_DTYPES.get(name, "float16")
     overflows = name in OVERFLOWING and not fixed
-    fix = f"; {FIXED}, which can be named as the model, stays in float16" if overflows else ""
-    if runtime in ("comfyui", "forge"):
-        less = "float16" if name in FLOAT16_TOO and sm >= FLOAT16_SM else "float32"
-        dtype, program = "bfloat16" if sm >= BFLOAT16_SM else less, {"comfyui": "ComfyUI"}.get(runtime, "Forge")
-        flags = "--fp16-vae, --bf16-vae and --fp32-vae" if runtime == "comfyui" else "--vae-in-fp16 and its like"
-        where = "from compute capability 8.0 on" if sm >= BFLOAT16_SM else "on cards before compute capability 8.0"
-        return _Usual(dtype, dtype, False, f"{dtype}, in which {program} runs VAEs {where}. Its {flags} change that")
-    if runtime.startswith("a1111") and overflows:
-        return _Usual("float32", "float32", False, f"float32, where A1111 stays once float16 has given NaN{fix}")
-    if runtime == "invokeai" and name in WANS:
-        return _Usual("bfloat16", "bfloat16", False, "bfloat16, in which InvokeAI loads Wan's VAE whatever its setting")
-    if runtime == "invokeai" and name in ("sd15", "sdxl"):
-        why = "float32, which InvokeAI's setting VAE precision is by default. It may be fp16: name float16 then"
-        return _Usual("float32", "float32", False, why)
     if runtime == "diffusers" and overflows:
-        partly, blocks = release <= LAST_PARTLY_UPCAST, f" (in 0.{release} all but a decode's first blocks)"
-        why = "float32 from float16 weights, because diffusers converts a VAE whose config says force_upcast"
-        return _Usual("float32", "float16", partly, why + blocks * partly + fix)
-    a1111 = "A1111 runs VAEs"
-    whose = {"a1111": a1111, "a1111-medvram": a1111, "invokeai": "InvokeAI runs it"}
-    whose["bfl"] = "BFL's scripts decode, by autocast, of which nothing more is modelled"
-    loads = "diffusers' documentation loads it" if name in WANS else "its pipeline in diffusers runs it"
-    known = f"in which {whose.get(runtime, loads)}"
-    return _Usual(half, half, False, f"{half}, {known if name in PIPELINE_DTYPES else 'as most VAEs are run'}")
+        partly = release <= LAST_PARTLY_UPCAST
+        blocks = f" (in 0.{release} all but a decode's first blocks)" * partly
+        why = f"because diffusers converts a VAE whose config says force_upcast{blocks}{_FIX}"
+        return _Usual("float32", "float16", partly, f"float32 from float16 weights, {why}")
+    program = runtime.removesuffix("-medvram")
+    own, why = next(
+        (own, why)
+        for owner, models, least_sm, own, why in _RULES
+        if owner in ("", program) and (not models or name in models) and sm >= least_sm
+        if overflows or models is not OVERFLOWING
+    )
+    dtype = own or PIPELINE_DTYPES.get(name, "float16")
+    return _Usual(dtype, dtype, False, f"{dtype}, {why}")

@@ -12,7 +12,7 @@ from vaemem import _core
 from vaemem._render import Sizer, in_gb, share
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.planned import Phase
-from vaemem.prediction.plays import Plays, Takes
+from vaemem.prediction.plays import Plays
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
 
 # NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion". The driver's memory then never ends before the
@@ -127,14 +127,14 @@ class Verdict:
         return self.least, self.plays.least(False) if self.plays else self.least
 
     @functools.cached_property
-    def _takes(self) -> Takes:
+    def _takes(self) -> tuple[int, int, int, int]:
         least = self.most if self.least_most is None else self.least_most
-        return self.plays.takes if self.plays else Takes(self.most, least, self.most, self.most)
+        return self.plays.takes if self.plays else (self.most, least, self.most, self.most)
 
     @property
     def band(self) -> tuple[int, int]:
         """The least and the most that it takes with room, over every plausible set of workspaces."""
-        return self._takes.least, self._takes.most
+        return self._takes[1:3]
 
     @functools.cached_property
     def upper(self) -> int:
@@ -147,7 +147,7 @@ class Verdict:
         took = self.took or 0
         if not self.coarse:
             return took, took
-        more, (least, most) = took - self._takes.own, self.band
+        more, (least, most) = took - self._takes[0], self.band
         return least + more, most + more
 
     @property
@@ -158,11 +158,6 @@ class Verdict:
     def tight_because(self) -> str:
         """Why the run is tight, in words; "" if it is not."""
         return self.explain(in_gb)
-
-    @property
-    def summary(self) -> str:
-        """The verdict with its figures, in words."""
-        return self.summarize(in_gb)
 
     def takes(self, size: Sizer) -> str:
         """Return the run's memory on this card as a share of the available memory, in words."""

@@ -183,11 +183,18 @@ _OWN = (
 )
 
 
+# The libraries that run convolutions on other makers' cards.
+LIBRARIES = {"AMD": "MIOpen", "Intel": "oneDNN", "Apple": "Metal"}
 Convolutions = _core.Trace | _core.Script | _core.Workspace  # types that hold convolutions
 
 
 class Workspace:
     """Workspaces of PyTorch's convolutions on one GPU.
+
+    On a card without cuDNN they lie between none and im2col's. A library such as AMD's MIOpen has kernels that need no
+    workspace, and may also unfold the input. The product of filters and columns then needs all columns at once, nine
+    times the input of a 3x3 convolution. The choice depends on the library's version, its settings and its earlier
+    measurements. The answer is none, and `alternatives` has im2col's.
 
     Parameters
     ----------
@@ -195,7 +202,7 @@ class Workspace:
         A name for `find_gpu`, or its result.
     cudnn_version : str, optional
         Such as ``"9.10.2"``. By default the version that `torch_version` brings, otherwise the newest version with a
-        recorded profile.
+        recorded profile. None on a card without cuDNN.
     torch_version : str, optional
         Such as ``"2.9.1"``; chooses cuDNN's version if that is not given.
     tf32 : bool
@@ -213,15 +220,13 @@ class Workspace:
     Raises
     ------
     ValueError
-        Unknown GPU, cuDNN or PyTorch version.
+        Unknown GPU, cuDNN or PyTorch version, or a version of cuDNN for a card that does not run it.
 
     Examples
     --------
     >>> Workspace("RTX 4090", "9.10.2").conv("float16", 1, 128, 512, 512, 128, 3)[0]
     134512656
     """
-
-    _guess = "rule"  # answers if no profile does
 
     def __init__(
         self,
@@ -232,6 +237,12 @@ class Workspace:
         catalogue: Catalogue | None = None,
     ):
         self.gpu = find_gpu(gpu)
+        self._library = LIBRARIES.get(self.gpu.maker)  # if it is not cuDNN
+        if self._library:
+            if cudnn_version is not None:
+                wanted = f"None with {self.gpu.name}, on which no cuDNN runs"
+                raise ArgumentError("cudnn_version", wanted, repr(cudnn_version))
+            torch_version = None
         shipped = None  # with this PyTorch
         if torch_version and (cudnn_version is None or self.gpu.coarse):
             shipped = cudnn_of_torch(torch_version)
@@ -242,7 +253,8 @@ class Workspace:
         is_290 = bool(torch_version and torch_version.startswith("2.9.0"))
         self._core = _core.Workspace(
             self._catalogue.core, card_of(self.gpu), tuple(map(card_rule, self.gpu.rules)), bool(self.gpu.coarse),
-            number_of(self.cudnn_version), number_of(shipped), 100 * major + minor, is_290, tf32, self._guess,
+            number_of(self.cudnn_version), number_of(shipped), 100 * major + minor, is_290, tf32,
+            "least" if self._library else "rule",
         )  # fmt: skip
         self._described: list[tuple[str, str]] = []  # the core's sources
 
@@ -259,6 +271,15 @@ class Workspace:
         """Whether this cuDNN is known to have a plan without workspace for each convolution. PyTorch uses it if it
         cannot get the first plan's workspace. All versions that can be asked have one (docs/PREDICTION.md)."""
         return self.cudnn_version is None or version_number(self.cudnn_version) >= _ASKABLE
+
+    @property
+    def between(self) -> str:
+        """The upper end of the range of answers on a card without cuDNN, in words; "" with cuDNN."""
+        if not self._library:
+            return ""
+        known = "AMD" == self.gpu.maker  # published requests show its behaviour
+        why = f"which {self._library} may or may not use" if known else f"because {self._library}'s are unknown"
+        return f"with im2col's workspaces, {why}"
 
     def conv(self, *question: Any, **more: Any) -> tuple[int, str]:
         """Return the workspace of one convolution.
@@ -314,8 +335,10 @@ class Workspace:
     ) -> tuple[str, str]:  # fmt: skip
         if own:
             return f"PyTorch's {_OWN[own].format(self.gpu)}", ""
+        if why is not None and self._library:
+            return f"none, because {self._library} may need none", ""
         if why is not None:
-            return self._describe_guess(why, form)
+            return f"rule: {why}; uncertain (no profile has this convolution)", _RULED[form]
         profile = self._catalogue.profile(recorded) if recorded >= 0 else None
         source = profile.source(steps, number) if profile else "rule"
         if rule < 0 and profile:
@@ -325,9 +348,6 @@ class Workspace:
         if said["standing"] == "measured":
             return f"measured: {what}; from {said['from']}", ""
         return f"{source}: {what}; from {said['from']}", f"a rule for {what}"
-
-    def _describe_guess(self, why: str, form: int) -> tuple[str, str]:
-        return f"rule: {why}; uncertain (no profile has this convolution)", _RULED[form]
 
     def _differs(self, profile: Profile) -> str:
         """Say how a profile differs from the request; "" if it does not."""
@@ -348,55 +368,6 @@ class Workspace:
         return "" if same else f" ({wanted} was wanted)"
 
 
-class UnfoldingWorkspace(Workspace):
-    """Workspaces on a card without cuDNN: from none to im2col's.
-
-    A library such as AMD's MIOpen has kernels that need no workspace, and may also unfold the input. The product of
-    filters and columns then needs all columns at once, nine times the input of a 3x3 convolution. The choice depends
-    on its version, its settings and its earlier measurements. The answer is none, and `alternatives` has im2col's.
-    """
-
-    has_plan_without = True
-    _guess = "least"
-
-    def __init__(self, gpu: Gpu, tf32: bool = True):
-        self._library = LIBRARIES[gpu.maker]
-        super().__init__(gpu, tf32=tf32)
-
-    @property
-    def between(self) -> str:
-        """The upper end of the answers' range, in words."""
-        known = "AMD" == self.gpu.maker  # published requests show its behaviour
-        why = f"which {self._library} may or may not use" if known else f"because {self._library}'s are unknown"
-        return f"with im2col's workspaces, {why}"
-
-    def _describe_guess(self, why: str, form: int) -> tuple[str, str]:
-        return f"none, because {self._library} may need none", ""
-
-
-def im2col_bytes(conv: Conv) -> int:
-    """Return the bytes of one image's columns: for each position of the filters, every input that a filter multiplies.
-    A filter of one pixel multiplies the input directly."""
-    return _core.im2col_bytes(conv)
-
-
-def workspace_on(gpu: Gpu, cudnn_version: str | None, torch_version: str, tf32: bool) -> Workspace:
-    """Make the workspaces of a card: cuDNN's, or those of another maker's library.
-
-    Raises
-    ------
-    ValueError
-        The version of cuDNN is unknown, or the card does not run cuDNN.
-    """
-    if gpu.maker == "NVIDIA":
-        return Workspace(gpu, cudnn_version, torch_version, tf32)
-    if cudnn_version is not None:
-        raise ArgumentError("cudnn_version", f"None with {gpu.name}, on which no cuDNN runs", repr(cudnn_version))
-    return UnfoldingWorkspace(gpu, tf32)
-
-
-# The libraries that run convolutions on other makers' cards.
-LIBRARIES = {"AMD": "MIOpen", "Intel": "oneDNN", "Apple": "Metal"}
 _ASKABLE = version_number("9.8.0")  # the first that answers without a device
 _RULED = (  # the case behind a guess, by the core's vm_conv_form
     "a rule for convolutions without recorded answers of cuDNN",

@@ -9,7 +9,7 @@ from vaemem._common import need
 need("torch", "vaemem.pytorch")
 
 from vaemem.pipelines.recorded import RecordedPrediction
-from vaemem.prediction.predict import ModulePrediction
+from vaemem.prediction.answer import ModulePrediction
 from vaemem.pytorch.any_pipeline import predict_pipeline
 from vaemem.pytorch.applying import Applied, apply
 from vaemem.pytorch.decoding import SafeDecode, safe_decode

@@ -12,9 +12,9 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from vaemem._common import setting
-from vaemem.prediction.eager import AttentionCall
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.contents import ContentsRecorder
+from vaemem.pytorch.eager import AttentionCall
 from vaemem.pytorch.equal_layers import is_plain
 from vaemem.pytorch.fitting import PolynomialFit
 from vaemem.pytorch.recorder import Recording, leaves_of, map_leaves
@@ -69,14 +69,14 @@ class Script:
 
     def attention(self, call: AttentionCall) -> int:
         self.taken += 1
-        q, k, v = call[1:4]
-        if not all(x.strides[-1] == 1 or x.shape[-1] == 1 for x in (q, k, v)):
+        dtype, *heads, mask, causal, grouped = call
+        if not all(strides[-1] == 1 or shape[-1] == 1 for shape, strides in heads):
             raise ValueError("attention: expected the elements of a head side by side")
-        mask = (call.mask.elements, call.mask.row) if call.mask else ()
-        kind = None if call.mask is None else call.mask.boolean
-        by_token = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.strides[1] < x.strides[2])
-        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        return self._add("attention", call.dtype, kind, call.causal, call.grouped, by_token, *sizes, *mask)
+        kind = None if mask is None else mask[2]
+        by_token = "".join(name for name, (_, strides) in zip("qkv", heads, strict=True) if strides[1] < strides[2])
+        q, k, v = (shape for shape, _ in heads)
+        sizes = q[0], q[1], k[1], q[2], k[2], q[3], v[3]
+        return self._add("attention", dtype, kind, causal, grouped, by_token, *sizes, *(mask or ())[:2])
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vaemem import _core
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
-from vaemem.prediction.eager import AttentionCall, Heads, Mask, eager_strides
 from vaemem.prediction.gpus import Gpu
+from vaemem.pytorch.eager import AttentionCall, eager_strides
 
 aten = torch.ops.aten
 _EXPIRED: Any = torch.UntypedStorage._expired
@@ -330,11 +330,11 @@ class Recorder(TorchDispatchMode):
         """Return a call of scaled_dot_product_attention and the kernel that runs it."""
         if q.dtype not in _DTYPES:
             raise ArgumentError("scaled_dot_product_attention", "float32, float16 or bfloat16", str(q.dtype))
-        queries, keys, values = (Heads(tuple(x.shape), x.stride()) for x in (q, k, v))
+        queries, keys, values = ((tuple(x.shape), x.stride()) for x in (q, k, v))
         size = None
         if mask is not None:
-            size = Mask(mask.numel(), mask.shape[-1], mask.dtype is torch.bool, mask.stride(-1) != 1)
-        call = AttentionCall(_DTYPES[q.dtype], queries, keys, values, size, causal, grouped)
+            size = mask.numel(), mask.shape[-1], mask.dtype is torch.bool, mask.stride(-1) != 1
+        call = _DTYPES[q.dtype], queries, keys, values, size, causal, grouped
         return call, _core.Trace.choose_kernel(call, self._gpu.sm, self._cudnn, _enabled_kernels(self._cudnn > 0))
 
     def attend(self, call: AttentionCall, kernel: str) -> int:

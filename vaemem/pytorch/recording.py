@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from vaemem._arguments import shared
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
+from vaemem.prediction.answer import ModulePrediction
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.predict import ModulePrediction
 from vaemem.prediction.request import ModuleRequest, Software, find_card
 from vaemem.prediction.workspace import cudnn_attention, torch_for
 from vaemem.pytorch.recorder import NO_COMPILER, NO_CONTENTS, NO_GRADIENTS, Recorder, Recording, aten

@@ -1,39 +1,17 @@
-"""A recorder's model of eager PyTorch without torch: the layout of tensors, and a call of its attention.
-csrc/predict/torch_sdpa.c chooses the attention's kernel."""
+"""A recorder's model of eager PyTorch: the layout of tensors, and a call of its attention. csrc/predict/torch_sdpa.c
+chooses the attention's kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-
-class Heads(NamedTuple):
-    """Queries, keys or values: (N, heads, length, depth)."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-class Mask(NamedTuple):
-    """An attention's mask: all its elements, the elements of one row (a query's keys), whether they are boolean, and
-    whether those of a row are apart in memory."""
-
-    elements: int
-    row: int
-    boolean: bool = False
-    strided: bool = False
-
-
-class AttentionCall(NamedTuple):
-    """A call of scaled_dot_product_attention. dtype as ``"float16"``; grouped: enable_gqa."""
-
-    dtype: str
-    queries: Heads
-    keys: Heads
-    values: Heads
-    mask: Mask | None = None
-    causal: bool = False
-    grouped: bool = False
+Heads = tuple[tuple[int, ...], tuple[int, ...]]  # shape (N, heads, length, depth) and strides of queries, keys, values
+# An attention's mask: its elements; the elements of one row, which are a query's keys; whether they are boolean, and
+# whether the elements of a row are apart in memory.
+Mask = tuple[int, int, bool, bool]
+# A call of scaled_dot_product_attention, as `vaemem._core.Trace` takes it: the dtype, such as "float16"; queries, keys
+# and values; the mask; is_causal and enable_gqa.
+AttentionCall = tuple[str, Heads, Heads, Heads, Mask | None, bool, bool]
 
 
 def _dense(shape: tuple[int, ...], order: Iterable[int]) -> tuple[int, ...]:
