@@ -16,11 +16,16 @@ from modules import (
     FLUX_CHECKS,
     FLUX_POINTS,
     HALF,
+    PADDED,
     PATCH_MONOMIALS,
     PATCHES,
     SINGLE,
     UNET_CHECKS,
     UNET_POINTS,
+    ZIMAGE_CASES,
+    ZIMAGE_CHECKS,
+    ZIMAGE_MONOMIALS,
+    ZIMAGE_POINTS,
     Call,
     Module,
     Sizes,
@@ -70,6 +75,12 @@ CONFIGS["Flux2"] = {
     "global_modulation": True, "mlp_silu_act": True, "ops_bias": False, "default_ref_method": "index",
     "ref_index_scale": 10.0, "txt_ids_dims": [3],
 }  # fmt: skip
+CONFIGS["ZImage"] = {
+    "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 3840, "cap_feat_dim": 2560, "n_layers": 30,
+    "qk_norm": True, "n_heads": 30, "n_kv_heads": 30, "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512],
+    "rope_theta": 256.0, "ffn_dim_multiplier": 8.0 / 3.0, "z_image_modulation": True, "time_scale": 1000.0,
+    "pad_tokens_multiple": 32,
+}  # fmt: skip
 CONFIGS["FluxSchnell"] = CONFIGS["Flux"] | {"guidance_embed": False}
 
 
@@ -107,6 +118,12 @@ def _call_flux2(sizes: Sizes, dtype: torch.dtype) -> Call:
     n = sizes["n"]
     x, sigma = torch.empty(n, 128, sizes["h"], sizes["w"]), torch.empty(n)
     return (x, sigma), {"c_crossattn": torch.empty(n, sizes["t"], 15360), "guidance": torch.empty(n)}
+
+
+def _call_zimage(sizes: Sizes, dtype: torch.dtype) -> Call:
+    n, t = sizes["n"], sizes["t"]
+    x, sigma = torch.empty(n, 16, sizes["h"], sizes["w"]), torch.empty(n)
+    return (x, sigma), {"c_crossattn": torch.empty(n, t, 2560), "num_tokens": t}
 
 
 def _tokens(count: int) -> list[list[tuple[int, float]]]:
@@ -181,6 +198,8 @@ COMFYUI_MODULES = {
 }  # fmt: skip
 # What 0.8.0 has, and 0.3.64 has not. Its latents are an eighth of the image's sides, and two by two in a channel.
 if hasattr(comfy.supported_models, "Flux2"):
+    import comfy.text_encoders.z_image
+
     COMFYUI_MODULES |= {
         "flux2-transformer": Module(
             "FLUX.2-dev's transformer with comfy-kitchen's kernels, as BaseModel.apply_model runs it; n images, a"
@@ -192,6 +211,19 @@ if hasattr(comfy.supported_models, "Flux2"):
             ),
             points("n h w t", (1, 52, 76, 512), (2, 33, 29, 900)),
             [*products(["", "n"], ["", "t", "h w"]), "h", "w"], cases=SINGLE, dtypes=HALF[1:], run=_apply,
+        ),
+        "zimage-transformer": Module(
+            "Z-Image's transformer with comfy-kitchen's kernels, as BaseModel.apply_model runs it; n images, an even"
+            " latent h x w, t tokens of each prompt",
+            partial(build_denoiser, "ZImage"), _call_zimage, ZIMAGE_POINTS, ZIMAGE_CHECKS, ZIMAGE_MONOMIALS, PADDED,
+            ZIMAGE_CASES, dtypes=HALF[1:], run=_apply,
+        ),
+        "zimage-clip": Module(
+            "ZImageTEModel: Qwen3 4B with t tokens, those of the template too",
+            partial(build_encoder, comfy.text_encoders.z_image.ZImageTEModel, dtype=torch.bfloat16),
+            lambda sizes, dtype: (({"qwen3_4b": [[(1000, 1.0)] * sizes["t"]]},), {}),
+            points("t", (116,), (47,), (256,), (333,), (512,)), points("t", (200,), (1063,)), ["", "t", "t t"],
+            dtypes=HALF[1:], run=_encode,
         ),
         "flux2-clip": Module(
             "Flux2TEModel with 30 layers of Mistral 3: t tokens, those of the template too",

@@ -120,9 +120,10 @@ ASKED = {
          "qwen-image": (1, 16, 1, 160, 104)}, _cards(1.4, 3.5, 5.5, 7.5, 11.3, 23),
     ),
     "0.8.0": Asked(
-        [("Flux2", "bfloat16")], ["Flux2"],
+        [("Flux2", "bfloat16"), ("ZImage", "bfloat16")], ["Flux2"],
         ["flux2"], [(1, 64, 48, 0), (2, 40, 66, 0), (3, 34, 20, 0), (1, 80, 144, 512)],
-        {"flux2": (1, 128, 64, 64)}, _cards(5.5, 7.5, 11.3, 23, 31, 47, 79, 110), converts=True,
+        {"flux2": (1, 128, 64, 64), "zimage": (2, 16, 128, 128)},
+        _cards(5.5, 7.5, 11.3, 23, 31, 47, 79, 110), converts=True,
     ),
 }  # fmt: skip
 ROLES = "text_encoder", "denoiser", "vae"

@@ -19,7 +19,14 @@ from vaemem.pytorch import record
 
 IMAGES, HEIGHT, WIDTH, STEPS = 2, 96, 64, 3
 VECTORS = {"sdxl": 2816, "flux": 768}  # and their numbers
-WIDTHS = {"sd15": 768, "sdxl": 2048, "qwen-image": 3584, "flux2": 15360}  # channels of the prompt's embeddings
+WIDTHS = {
+    "sd15": 768,
+    "sdxl": 2048,
+    "qwen-image": 3584,
+    "zimage": 2560,
+    "zimage-turbo": 2560,
+    "flux2": 15360,
+}  # channels of the prompt's embeddings
 
 
 def main(name):
@@ -42,6 +49,8 @@ def main(name):
         conds = {"c_crossattn": kind(torch.zeros(1, tokens - (0 if work.joins else number), WIDTHS.get(name, 4096)))}
         if name in VECTORS:
             conds["y"] = comfy.conds.CONDRegular(torch.zeros(1, VECTORS[name]))
+        if name.startswith("zimage"):
+            conds["num_tokens"] = comfy.conds.CONDConstant(tokens - number)
         if name in ("flux", "flux2"):
             conds["guidance"] = comfy.conds.CONDRegular(torch.zeros(1))
         return [{"model_conds": conds, "uuid": number}]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import torch
+from comfyui_code import version
 from comfyui_modules import COMFYUI_MODULES
 from record_modules import record_at
 
@@ -42,6 +43,9 @@ def sending(code):
     return send
 
 
+OLDER = "ComfyUI 0.3.64"  # a layer's bias comes before its weight
+
+
 def main(name):
     import comfy.ops
 
@@ -63,7 +67,7 @@ def main(name):
     comfy.ops.cast_bias_weight = sending(comfy.ops.cast_bias_weight)
     passing = [
         Passing(owner, owner, "weight", size, BY_DIFFUSERS)
-        for owner, kind in sorted((one.rpartition(".")[::2] for one, _ in weights), key=lambda pair: pair)
+        for owner, kind in sorted((one.rpartition(".")[::2] for one, _ in weights), reverse=version() != OLDER)
         for one, size in weights
         if one == f"{owner}.{kind}" and owner in sent
     ]

@@ -223,14 +223,15 @@ def ask_comfyui(script, *args, versions=tuple(RELEASE_OF)):
 @pytest.mark.parametrize(
     ("version", "name"),
     [("0.3.64", "sd15-unet"), ("0.3.64", "flux-transformer"), ("0.3.64", "qwen-image-transformer"),
-     ("0.8.0", "flux2-transformer"), ("0.8.0", "flux2-clip")],
+     ("0.8.0", "flux2-transformer"), ("0.8.0", "flux2-clip"), ("0.8.0", "zimage-transformer"),
+     ("0.8.0", "zimage-clip")],
 )  # fmt: skip
 def test_layers_come_for_their_calls_as_in_comfyui(version, name):
     ask_comfyui("comfyui_sent.py", name, versions=(version,))
 
 
 @pytest.mark.apps
-@pytest.mark.parametrize("name", [name for name in WORKFLOWS if name != "flux-schnell"])
+@pytest.mark.parametrize("name", [name for name in WORKFLOWS if name not in ("flux-schnell", "zimage-turbo")])
 def test_the_sampler_is_comfyuis(name):
     ask_comfyui("comfyui_sampler.py", name, versions=(WORKFLOWS[name].release.name.rpartition(" ")[2],))
 

@@ -192,6 +192,10 @@ def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> PipelineReques
         types[role] = meant("components['vae']", type, ("float16", "bfloat16", "float32"))
     modules = {CLIP: work.encoder, known.denoiser: work.denoiser, "vae": known.parts["vae"]}
     parts = tuple(_part(role, component, types[role]) for role, component in modules.items())
+    if 0 < known.most_batch < whole("batch", given.batch):
+        raise ArgumentError(
+            "batch", f"at most {known.most_batch} with {name}, whose larger batches were not recorded", str(given.batch)
+        )
     guides = given.guidance is None or given.guides  # its workflows have a negative prompt
     guidance, batch = guides and known.guides, whole("batch", given.batch, most=MOST_BATCH)
     return PipelineRequest(

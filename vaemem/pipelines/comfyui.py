@@ -225,7 +225,7 @@ class Manager:
 # ---- its estimates ----
 
 # memory_usage_factor by the class in comfy/supported_models.py.
-USAGE = {"SD15": 1.0, "SDXL": 0.8, "Flux": 3.1, "QwenImage": 1.8, "Flux2": 3.1 * 4.0 * 2.36}
+USAGE = {"SD15": 1.0, "SDXL": 0.8, "Flux": 3.1, "QwenImage": 1.8, "Flux2": 3.1 * 4.0 * 2.36, "ZImage": 2.0}
 # Numbers for each pixel, or for each number of a latent's channel, by the VAE's class.
 VAE_USAGE: dict[str, dict[str, float]] = {
     "AutoencoderKL": {"decode": 2178 * 64, "encode": 1767},

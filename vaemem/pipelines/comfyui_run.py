@@ -114,10 +114,15 @@ WORKFLOWS = {
         least_tokens=1, encoder_dtype="bfloat16", vae="Flux2", fallback=1024, least_sm=BFLOAT16_SM, release=STREAMED,
         least_joined=512, packed=2,
     ),
+    **dict.fromkeys(("zimage", "zimage-turbo"), _Workflow(
+        "ZImage", "comfyui/zimage-clip", "comfyui/zimage-transformer", ("bfloat16", "bfloat16"), least_tokens=1,
+        template=(0, 8), joins=False, encoder_dtype="bfloat16", least_sm=BFLOAT16_SM, release=STREAMED,
+    )),
 }  # fmt: skip
 # The class of these layers is not in comfy/ops.py. Their own code moves their weights.
 _PLAIN = re.compile(
-    r"\.(query|key)_norm\.scale$|^t5xxl\..*layer_norm\.weight$|(_layernorm|\.model\.norm)\.weight$|\.gamma$"
+    r"\.(query|key)_norm\.scale$|^t5xxl\..*layer_norm\.weight$|(_layernorm|\.model\.norm|self_attn\.[qk]_norm)\.weight$"
+    r"|\.gamma$"
 )
 _EMBEDDINGS = ".token_embedding", ".shared", ".embed_tokens"
 # Buffers whose modules are no layers, because they have no parameters. Buffers that no state dict has.
@@ -242,7 +247,7 @@ class ComfyUIRun:
         passing = [
             Passing(layer.name, layer.name, "weight", size, BY_DIFFUSERS, stream=numbers.get(layer.name, 0))
             for layer in (sent if role != CLIP or turns else ())
-            for size in reversed(self._sizes[role][layer.name])  # the bias comes first
+            for size in self._sizes[role][layer.name][:: 1 if turns else -1]  # without streams the bias comes first
         ]
         recording = programs.load_program(part.component)
         trace = recording.trace(part.dtype, process.gpu, passing, (), **sizes)

@@ -98,8 +98,8 @@ def predict_pipeline(
 
         For ComfyUI, `offload` is ``"none"``, or the option ``"--lowvram"``, ``"--novram"`` or
         ``"--disable-smart-memory"``; its manager decides the rest. `vae` is ``"whole"``, which falls back to tiles, or
-        ``"tiled"``, also with a side. `components` may have a type for ``"vae"``. sd15, sdxl, flux, flux-schnell and
-        qwen-image are known.
+        ``"tiled"``, also with a side. `components` may have a type for ``"vae"``. sd15, sdxl, flux, flux-schnell,
+        qwen-image, flux2, zimage and zimage-turbo are known.
 
     Returns
     -------
