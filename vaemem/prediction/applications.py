@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vaemem._common import DTYPES
+from vaemem.prediction.laws import write_function
 from vaemem.prediction.lines import Grid, Point
 from vaemem.prediction.runtimes import architecture, packing
-from vaemem.prediction.writing import write_function
 
 TILES = 512, 768, 1024  # pixels
 PASSES = (1, 1), (2, 0.5), (0.5, 2)  # heights and widths of ComfyUI's tiles, in sides; other code cuts squares only

@@ -20,11 +20,11 @@ from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.configs import named_model
 from vaemem.prediction.applications import APPLICATIONS, PASSES, Estimate
 from vaemem.prediction.job import Job
-from vaemem.prediction.lines import Point, least_above
+from vaemem.prediction.laws import least_above, write_equation, write_sum
+from vaemem.prediction.lines import Point
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.request import Card, Software, VAERequest, find_card
 from vaemem.prediction.runtimes import RUNTIMES, architecture
-from vaemem.prediction.writing import write_equation, write_sum
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
