@@ -62,7 +62,7 @@ POWERS = *SCORES, "t", "N*(H+W)"
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes that an equation or a bound is made for.
+    """The sizes that an equation is made for.
 
     Attributes
     ----------
@@ -70,21 +70,17 @@ class Grid:
         Tokens of the longest prompt; 0 if they make no difference.
     tile : int
         Side of the VAE's tiles; 0 without tiles.
-    sides, batches : sequence of int
-        Heights and widths in pixels, and batches.
-    ratio : int
-        Largest ratio of the longer side to the shorter one.
+    batches : range
+        Numbers of images.
     """
 
     tokens: int = 0
     tile: int = 0
-    sides: Sequence[int] = GRID_SIDES
-    batches: Sequence[int] = BATCHES
-    ratio: int = RATIO
+    batches: range = BATCHES
 
     def __iter__(self) -> Iterator[Point]:
         """Yield every size with the longest prompt."""
-        for batch, height, width in product(self.batches, self.sides, self.sides):
+        for batch, height, width in product(self.batches, GRID_SIDES, GRID_SIDES):
             if self._refusal(point := Point(height, width, batch, self.tokens, self.tile)) is None:
                 yield point
 
@@ -110,13 +106,13 @@ class Grid:
 
     def _refusal(self, point: Point) -> ArgumentError | None:
         height, width, batch = point[:3]
-        spans = {"height": self.sides, "width": self.sides, "batch": self.batches}
+        spans = {"height": GRID_SIDES, "width": GRID_SIDES, "batch": self.batches}
         spans |= {"tokens": range(1, self.tokens + 1)} if self.tokens else {}
         for name, span in spans.items():
             if not span[0] <= (value := getattr(point, name)) <= span[-1]:
                 return ArgumentError(name.replace("tokens", "prompt_tokens"), f"{span[0]} to {span[-1]}", str(value))
-        if max(height, width) > self.ratio * min(height, width):
-            return ArgumentError("height, width", f"sides up to {self.ratio}:1", f"{height}x{width}")
+        if max(height, width) > RATIO * min(height, width):
+            return ArgumentError("height, width", f"sides up to {RATIO}:1", f"{height}x{width}")
         if batch * height * width >= MOST_PIXELS:
             wanted = f"less than {MOST_PIXELS >> 20} * 2^20 pixels in all"
             return ArgumentError("batch", wanted, f"{batch} of {height}x{width}")
