@@ -49,7 +49,8 @@ def test_the_lowest_line_above():
 
         edges = [np.linalg.solve(columns[[i, j]], y[[i, j]]) for i, j in itertools.combinations(range(12), 2)]
         edges += [np.array([0, y.max()]), np.array([(y / x).max(), 0])]
-        found = least_above(columns, y, np.full(12, 1 / 12))
+        law = least_above(["MP", ""], {"MP": x, "": np.ones(12)}, y, np.full(12, 1 / 12))
+        found = np.array([*law.values()])
         assert found.min() >= 0 and cost(found) <= min(map(cost, edges)) * (1 + 1e-9)
 
 

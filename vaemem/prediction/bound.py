@@ -54,24 +54,24 @@ class _BoundLine(NamedTuple):
         height, width = whole("height", height), whole("width", width)
         if (tile is not None) != self.op.endswith("_tiled"):
             raise ArgumentError("tile", "a side with the tiled ops and None with others", f"{tile} with {self.op}")
-        size: int = value_of(self.law, self._symbols(height, width, 0 if tile is None else whole("tile", tile)))
-        return size
+        return int(value_of(self.law, self._symbols(height, width, 0 if tile is None else whole("tile", tile))))
 
     def above(self, uppers: Mapping[Point, Sequence[int]]) -> _BoundLine:
         """Return the line with the smallest excess above `upper` of every prediction, raised for the sizes between."""
         powers = ["HW", *["cut"] * self.op.endswith("_tiled"), ""]
         sizes = np.array([max(found) for found in uppers.values()], dtype=float)
-        rows = [self._symbols(point.height, point.width, point.tile) for point in uppers]
-        columns = np.array([[row[power] for power in powers] for row in rows], dtype=float)
-        found = least_above(columns, sizes, np.zeros(len(sizes))) * BETWEEN
-        law = {power: math.ceil(value) for power, value in zip(powers, found.tolist(), strict=True)}
-        excess = columns @ np.array([*law.values()]) / sizes - 1
+        at = self._symbols(*np.array([(point.height, point.width, point.tile) for point in uppers], dtype=float).T)
+        found = least_above(powers, at, sizes, np.zeros(len(sizes)))
+        law = {power: math.ceil(value * BETWEEN) for power, value in found.items()}
+        excess = value_of(law, at) / sizes - 1
         point = [*uppers][int(excess.argmax())]
-        at = (point.height, point.width, point.tile)[: 3 if point.tile else 2]
-        return self._replace(law=law, predictions=sum(map(len, uppers.values())), overshoot=float(excess.max()), at=at)
+        size = (point.height, point.width, point.tile)[: 3 if point.tile else 2]
+        count = sum(map(len, uppers.values()))
+        return self._replace(law=law, predictions=count, overshoot=float(excess.max()), at=size)
 
-    def _symbols(self, height: int, width: int, tile: int) -> dict[str, Any]:
-        cut = max(min(int(tile * high), height) * min(int(tile * wide), width) for high, wide in self.passes)
+    def _symbols(self, height: Any, width: Any, tile: Any) -> dict[str, Any]:
+        tiles = [(tile * high // 1, tile * wide // 1) for high, wide in self.passes]
+        cut = np.max([np.minimum(height, high) * np.minimum(width, wide) for high, wide in tiles], 0)
         return symbols_at(height, width) | {"cut": cut}
 
     @property

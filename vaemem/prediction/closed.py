@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, MIB, distinct, whole
+from vaemem._common import ELEMENT_BYTES, MIB, whole
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem.prediction.laws import (
@@ -32,7 +32,7 @@ STEP, LAST = 64, 4096  # a derivation plays squares of 64, 128, ... 4096 pixels 
 ALTERNATION = 4 * MIB
 HELD_OUT = ((360, 640), (720, 1280), (832, 1216), (1000, 1000), (1080, 1920), (1216, 832), (1544, 520), (2160, 3840))
 
-# Symbols that a tensor's bytes grow with: H*W alone, with padding's H+W, or with attention's (H*W)^2.
+# A tensor's bytes grow with H*W alone, with padding's H+W too, or with attention's (H*W)^2 too.
 GROWTHS = ("HW", ""), ("HW", "(H+W)", ""), ("HW", "HW*HW", "")
 
 
@@ -252,71 +252,59 @@ def derive(request: VAERequest) -> ClosedForm:
             return None
 
     # All squares, because a peak may give way to another one and come back.
-    peaks = {side: look(side, side) for side in range(STEP, LAST + 1, STEP)}
-    same = {side: peak for side, peak in peaks.items() if peak and peak.key == anchor.key}
+    peaks = {(side, side): look(side, side) for side in range(STEP, LAST + 1, STEP)}
+    same = {side: peak for (side, _), peak in peaks.items() if peak and peak.key == anchor.key}
     if not same:
         wanted = f"squares of {STEP} to {LAST} pixels a side that peak as {height}x{width} does"
         raise ArgumentError("formula", wanted, "none")
     centre = min(same, key=lambda side: abs(side * side - height * width))
-    within, laws, run = _laws([*anchor.tensors], same, centre)
-    if len(run) < 3:
+    alike = _around(centre, same)
+    for within in (ROUNDING, ALTERNATION):
+        tensors = {name: {side: same[side].tensors[name] for side in alike} for name in anchor.tensors}
+        solved = {name: _solve(sizes, centre, within) for name, sizes in tensors.items()}
+        run = [side for side in alike if all(side in extent for _, extent in solved.values())]
+        if len(run) >= 3:
+            break
+    else:
         wanted = f"3 squares or more that peak as {height}x{width} does, to solve for its tensors' growth"
         raise ArgumentError("formula", wanted, str(len(run)))
 
-    def unsplit(size: tuple[int, int], peak: PlayedPeak | None) -> int | None:
+    def unsplit(size: tuple[int, int]) -> int | None:
         """Return the bytes that the allocator added at a size; None if the tensors do not follow the laws."""
+        peak = peaks[size]
         if peak is None or peak.key != anchor.key:
             return None
-        sizes = {name: value_of(law, symbols_at(*size)) for name, law in laws.items()}
+        sizes = {name: value_of(law, symbols_at(*size)) for name, (law, _) in solved.items()}
         if any(abs(sizes[name] - found) > within for name, found in peak.tensors.items()):
             return None
         return peak.allocated - sum(map(_up, sizes.values()))
 
     def beyond(side: int) -> str | None:
-        if side not in peaks:
+        if (side, side) not in peaks:
             return None
-        peak = peaks[side]
+        peak = peaks[side, side]
         found = peak.where if peak and peak.tensors else "no peak within the model's call"
         return f"at {side}x{side} {'the same tensors in other sizes' if side in same else found}"
 
-    squares: dict[tuple[int, int], PlayedPeak | None] = {(side, side): same[side] for side in run}
-    held_out = {
-        (h, w): look(h, w)
-        for h, w in distinct([(height, width), *HELD_OUT])
-        if run[0] ** 2 <= h * w <= run[-1] ** 2 and (h, w) not in squares
-    }
-    added = {size: unsplit(size, peak) for size, peak in (squares | held_out).items()}
+    low, high = run[0], run[-1]
+    sizes = [size for size in [(height, width), *HELD_OUT] if low**2 <= math.prod(size) <= high**2]
+    held_out = {size: look(*size) for size in sizes if size not in peaks}
+    below, above = beyond(low - STEP), beyond(high + STEP)
+    peaks |= held_out
+    added = {size: unsplit(size) for size in [*zip(run, run, strict=True), *held_out]}
     known = [count for count in added.values() if count is not None]
-    e, at = ELEMENT_BYTES[job.dtype], symbols_at(height, width)
-    terms = [
-        _Term(name, law["HW"] / e, law[""], name.partition(" [")[0], law["(H+W)"] / e, law["HW*HW"] / e)
-        for name, law in sorted(laws.items(), key=lambda item: -value_of(item[1], at))
-    ]
+    e, at, terms = ELEMENT_BYTES[job.dtype], symbols_at(height, width), []
+    for name, (law, _) in sorted(solved.items(), key=lambda item: -value_of(item[1][0], at)):
+        coefficient, edge, square, constant = (Fraction(law.get(power, 0)) for power in ("HW", "(H+W)", "HW*HW", ""))
+        terms.append(_Term(name, coefficient / e, constant, name.partition(" [")[0], edge / e, square / e))
     return ClosedForm(
         name=name_of(q), model=job.arch["name"], op=job.op, dtype=job.dtype, runtime=q.software.runtime,
         gpu=process.gpu.name, batch=job.batch, workspace_source=process.workspace_source, where=anchor.where,
-        terms=tuple(terms), lowest=run[0], highest=run[-1], below=beyond(run[0] - STEP), above=beyond(run[-1] + STEP),
-        within=within, unsplit=(min(known), max(known)),
+        terms=tuple(terms), lowest=low, highest=high, below=below, above=above, within=within,
+        unsplit=(min(known), max(known)),
         checked=tuple(size for size in held_out if added[size] is not None),
         elsewhere=tuple(size for size in held_out if added[size] is None),
     )  # fmt: skip
-
-
-def _laws(
-    names: Sequence[str], peaks: Mapping[int, PlayedPeak], centre: int
-) -> tuple[int, dict[str, dict[str, Fraction]], list[int]]:
-    """Solve for the laws of a peak's tensors at the squares around `centre`.
-
-    Return the bytes within which the laws hold, the laws, and the squares at which all laws hold.
-    """
-    alike = _around(centre, peaks)
-    for within in (ROUNDING, ALTERNATION):
-        found = {name: _solve({side: peaks[side].tensors[name] for side in alike}, centre, within) for name in names}
-        run = [side for side in alike if all(side in extent for _, extent in found.values())]
-        if len(run) >= 3:
-            break
-    zeros = dict.fromkeys((power for powers in GROWTHS for power in powers), Fraction(0))
-    return within, {name: zeros | law for name, (law, _) in found.items()}, run
 
 
 def _around(centre: int, sides: Container[int]) -> list[int]:
@@ -330,7 +318,7 @@ def _around(centre: int, sides: Container[int]) -> list[int]:
     return sorted(run)
 
 
-def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tuple[dict[str, Fraction], list[int]]:
+def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tuple[dict[str, float], list[int]]:
     """Return the law of one tensor, {side: bytes}, that holds for the most squares around `centre`, and these squares.
 
     A law goes through the centre and meets the other squares within `within` bytes, because cuDNN rounds an index up to
@@ -338,16 +326,15 @@ def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tup
     first law that is exact everywhere wins. If no law meets more squares than it was made from, return only the centre.
     """
     others = sorted((side for side in sizes if side != centre), key=lambda side: -abs(side - centre))
-    squares = {side: symbols_at(side, side) for side in sizes}
-    best = (0, 0), {"": Fraction(sizes[centre])}, [centre]
+    sides, found = np.array([*sizes.items()], dtype=float).T
+    best = (0, 0), {"": float(sizes[centre])}, [centre]
     for powers in GROWTHS:
         for side in others[: len(others) + 2 - len(powers)]:
-            met = [centre, side, *others[-1:]][: len(powers)]
-            column = np.array(met, dtype=float)
-            law = solve_law(powers, symbols_at(column, column), np.array([sizes[s] for s in met], dtype=float))
-            off = {s: abs(value_of(law, squares[s]) - size) for s, size in sizes.items()}
-            extent = _around(centre, {s for s in off if off[s] <= within})
-            score = len(extent), sum(off[s] == 0 for s in extent)
+            met = np.array([centre, side, *others[-1:]][: len(powers)], dtype=float)
+            law = solve_law(powers, symbols_at(met, met), np.array([sizes[one] for one in met], dtype=float))
+            off = np.abs(value_of(law, symbols_at(sides, sides)) - found)
+            extent = _around(centre, {*sides[off <= within]})
+            score = len(extent), len({*sides[off == 0]}.intersection(extent))
             if len(extent) > len(met) and score > best[0]:  # any law meets the points it was made from
                 best = score, law, extent
             if score[1] == len(sizes):
@@ -355,5 +342,5 @@ def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tup
     return best[1:]
 
 
-def _up(size: Fraction) -> int:
+def _up(size: float | Fraction) -> int:
     return math.ceil(size / ROUNDING) * ROUNDING

@@ -14,7 +14,7 @@ from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset, in_gb
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.prediction.closed import ClosedForm, PlayedPeak, derive, name_of, play_peak
-from vaemem.prediction.lines import HEADER, RAISED, Equation, Grid, Point, solve
+from vaemem.prediction.lines import HEADER, RAISED, Equation, Grid, Point
 from vaemem.prediction.request import VAEArguments, VAERequest, resolve_vae
 
 
@@ -77,11 +77,15 @@ class Formula(Typeset):
 
     @functools.cached_property
     def reserved(self) -> Equation:
-        return solve("reserved", self.grid, self._peaks)
+        return Equation("reserved", self.grid, self._peaks)
 
     @functools.cached_property
     def allocated(self) -> Equation:
-        return solve("allocated", self.grid, self._peaks)
+        return Equation("allocated", self.grid, self._peaks)
+
+    @property
+    def _equations(self) -> tuple[Equation, Equation]:
+        return self.reserved, self.allocated
 
     @property
     def played(self) -> int:
@@ -113,18 +117,18 @@ class Formula(Typeset):
     def python(self) -> str:
         """Write a Python module with two functions of height, width, batch and prompt_tokens. They return the bytes
         reserved and allocated, as `predict` does."""
-        functions = [one.python(f"{self.name}_{one.name}_bytes") for one in (self.reserved, self.allocated)]
+        functions = [one.python(f"{self.name}_{one.name}_bytes") for one in self._equations]
         return "\n\n".join(["import math\n", *functions])
 
     def latex(self) -> str:
         """Write both equations as the body of a LaTeX environment, for N images of H by W pixels and t tokens."""
-        return " \\\\\n".join(one.latex() for one in (self.reserved, self.allocated))
+        return " \\\\\n".join(one.latex() for one in self._equations)
 
     def _data(self) -> dict[str, Any]:
         return {
             "answer": "formula", "name": self.name, "grid": str(self.grid), "played": self.played,
             "summary": self._headline(in_gb), "left_out": [point._asdict() for point in self.left_out],
-            "reserved": self.reserved.data(), "allocated": self.allocated.data(),
+            **{one.name: one.data() for one in self._equations},
         }  # fmt: skip
 
     def _headline(self, size: Sizer) -> str:
@@ -135,8 +139,7 @@ class Formula(Typeset):
         except ValueError:
             at = self.grid.check(2048, 2048, 1, None)
         tokens = f", {at.tokens} tokens" * bool(at.tokens)
-        equations = self.reserved, self.allocated
-        sizes = [f"{size(one.predict(*at[:3], at.tokens or None))} {one.name}" for one in equations]
+        sizes = [f"{size(one.predict(*at[:3], at.tokens or None))} {one.name}" for one in self._equations]
         answer = f"At {at.width}x{at.height}, batch {at.batch}{tokens}: at most {', '.join(sizes)}"
         without = "besides the weights, the input and" if self._request else "everything that the card must hold except"
         return f"{answer}; {without} a CUDA context. {self.assumed_card}".rstrip()
@@ -144,18 +147,17 @@ class Formula(Typeset):
     def _sheet(self, size: Sizer) -> Sheet:
         letters = ["N images", "MP = H*W / 2^20", *["t tokens"] * bool(self.grid.tokens)]
         letters += [f"tile = MP of H and W up to {self.grid.tile}"] * bool(self.grid.tile)
-        equations = self.reserved, self.allocated
-        whole = "; ".join(f"{one.name} by at most {one.excess:.1%}, median {one.median:.1%}" for one in equations)
+        above = [f"{one.name} by at most {one.excess:.1%}, median {one.median:.1%}" for one in self._equations]
         title = f"{self.name}: the largest line, with {', '.join(letters)}."
         notes = [
-            f"The largest line is above the peak: {whole}.",
+            f"The largest line is above the peak: {'; '.join(above)}.",
             f"Sizes: {self.grid}; {self.played} of them were played.",
             "exact: the tensors at the peak, each a polynomial at these sizes, and the most that the allocator adds.",
             "reserved: memory stays for the next phase, so a phase's line counts only if the phase needs more.",
             f"bound: above every size that was played, raised by {RAISED - 1:.1%}; few other sizes lie above.",
             *[f"PyTorch refuses {len(self.left_out)} more sizes. They are left out."] * bool(self.left_out),
         ]
-        lines = [cells for one in equations for cells in one.cells()]
+        lines = [cells for one in self._equations for cells in one.cells()]
         sheet = Sheet(self._headline(size), [Columns(HEADER, lines, title=title), Bullets(notes)])
         if self._request is None:
             return sheet

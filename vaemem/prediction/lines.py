@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -161,7 +160,6 @@ class PhaseLine(NamedTuple):
         return write_sum(self.law)
 
 
-@dataclass(frozen=True, repr=False)
 class Equation:
     """The bytes of a peak: the largest of its lines.
 
@@ -177,11 +175,21 @@ class Equation:
         Largest and median excess of the largest line over the peak of all phases, at the sizes that were played.
     """
 
-    name: str
-    lines: tuple[PhaseLine, ...]
-    grid: Grid
-    excess: float
-    median: float
+    def __init__(self, name: str, grid: Grid, played: Mapping[Point, Mapping[str, PlayedPeak]]):
+        """Solve for the lines from the phases' peaks at the sizes that were played.
+
+        Reserved memory stays for the next phase. Therefore a phase's line of `reserved` holds at the sizes at which the
+        phase needs more than all phases before it.
+        """
+        lines, most = list[PhaseLine](), dict.fromkeys(played, 0)
+        for phase in next(iter(played.values())):
+            peaks = {point: one[phase] for point, one in played.items()}
+            sizes = {point: getattr(peak, name) for point, peak in peaks.items()}
+            mine = [(point, peaks[point]) for point in sizes if sizes[point] > most[point] or name == "allocated"]
+            lines += _Sizes(phase, name, mine).lines() if mine else []
+            most = {point: max(size, most[point]) for point, size in sizes.items()}
+        self.name, self.grid, self.lines = name, grid, tuple(lines)
+        self.excess, self.median = _excess(lines, [*most], np.array([*most.values()]) / MIB)
 
     def predict(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
         """Return bytes. By default the prompt is the longest. ValueError outside of the grid's ends."""
@@ -234,23 +242,6 @@ class Equation:
 
 
 HEADER = "phase", "counter", "MiB", "kind", "excess", "median"
-
-
-def solve(name: str, grid: Grid, played: Mapping[Point, Mapping[str, PlayedPeak]]) -> Equation:
-    """Solve for the equation of a counter from the phases' peaks at the sizes that were played.
-
-    Reserved memory stays for the next phase. Therefore a phase's line of `reserved` holds at the sizes at which the
-    phase needs more than all phases before it.
-    """
-    lines, most = list[PhaseLine](), dict.fromkeys(played, 0)
-    for phase in next(iter(played.values())):
-        sizes = {point: getattr(peaks[phase], name) for point, peaks in played.items()}
-        mine = [
-            (point, played[point][phase]) for point, size in sizes.items() if size > most[point] or name == "allocated"
-        ]
-        lines += _Sizes(phase, name, mine).lines() if mine else []
-        most = {point: max(size, most[point]) for point, size in sizes.items()}
-    return Equation(name, tuple(lines), grid, *_excess(lines, [*most], np.array([*most.values()]) / MIB))
 
 
 def _excess(lines: Sequence[PhaseLine], points: Sequence[Point], sizes: np.ndarray) -> tuple[float, float]:
@@ -336,9 +327,8 @@ class _Sizes:
         if np.ptp(self.sizes) == 0:
             return {"": float(self.sizes[0])}
         powers, usual = self._powers(powers), _usual(self.points)
-        columns = np.stack([self.columns[power] for power in powers], 1)
-        found = least_above(columns, self.sizes, usual / usual.sum())
-        law = {power: _rounded_up(value * RAISED) for power, value in zip(powers, found, strict=True)}
+        found = least_above(powers, self.at, self.sizes, usual / usual.sum())
+        law = {power: _rounded_up(value * RAISED) for power, value in found.items()}
         kept = self._large(law)
         lacking = sum(float(self.columns[power].max()) * value for power, value in law.items() if power not in kept)
         return self._large(kept | {"": _rounded_up(law[""] + lacking)})
@@ -365,15 +355,15 @@ class _Sizes:
         in_pixels = self.at | {"MP": self.at["HW"], "tile": self.at["cut"]}
         for powers in (some for count in (1, 2, 3) for some in combinations(self.columns, count)):
             law = solve_law(powers, in_pixels, sizes)
-            if np.abs(value_of(_floats(law), in_pixels) - sizes).max() < 1:
-                units = {power: Fraction(MIB) ** (power.count("MP") + power.count("tile") - 1) for power in law}
+            if np.abs(value_of(law, in_pixels) - sizes).max() < 1:
+                units = {power: float(MIB) ** (power.count("MP") + power.count("tile") - 1) for power in law}
                 return {power: one * units[power] for power, one in law.items() if one}
         return None
 
     def _sum(self, terms: Mapping[str, Law]) -> dict[str, float]:
         """Return the sum of tensors, with the most that the allocator adds."""
         laws = [*terms.values()]
-        total = self._large({power: float(sum(law.get(power, 0) for law in laws)) for power in self.columns})
+        total = self._large({power: sum(law.get(power, 0.0) for law in laws) for power in self.columns})
         added = float((self.sizes - value_of(total, self.at)).max())
         return total | {"": float(math.ceil(total.get("", 0) + added) + SPARE)}
 
@@ -386,9 +376,5 @@ def _rounded_up(value: float) -> float:
     return float(f"{math.ceil(value / unit - 1e-9) * unit:.{DIGITS + 2}g}")
 
 
-def _floats(law: Law) -> dict[str, float]:
-    return {power: float(number) for power, number in law.items()}
-
-
 def _named(law: Law) -> dict[str, float]:
-    return {power or "1": number for power, number in _floats(law).items()}
+    return {power or "1": number for power, number in law.items()}
