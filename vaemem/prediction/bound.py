@@ -243,16 +243,15 @@ def bound(
     sweeps = domain.sweeps(dtypes)
     if not sweeps:
         raise ArgumentError("models, dtypes", f"some that {application} runs", f"{models!r}, {dtypes!r}")
-    tasks = [(i, line, point) for i, (line, points) in enumerate(sweeps) for point in points]
-    uppers: list[dict[Point, list[int]]] = [{} for _ in sweeps]
+    tasks = [(line, point) for line, points in sweeps for point in points]
+    uppers: dict[str, dict[Point, list[int]]] = {line.name: {} for line, _ in sweeps}
     with polling(progress, "bound", total=len(tasks), bar_format=BAR) as poll:
-        found = spread(domain.uppers, tasks, executor, lambda task: task[1].name)
-        for done, ((i, _, point), sizes) in enumerate(found, 1):
-            uppers[i][point] = sizes
+        found = spread(domain.uppers, tasks, executor, lambda task: task[0].name)
+        for done, ((line, point), sizes) in enumerate(found, 1):
+            uppers[line.name][point] = sizes
             if poll:
                 poll(done, len(tasks))
-    finished = zip(sweeps, uppers, strict=True)
-    lines = [line.above(sizes) for (line, points), sizes in finished if len(sizes) == len(points)]
+    lines = [line.above(uppers[line.name]) for line, points in sweeps if len(uppers[line.name]) == len(points)]
     if not lines:
         raise RuntimeError("executor: its workers died before a formula was finished; pass one with living workers")
     made = Bound(application, lines, domain.describe())
@@ -303,9 +302,9 @@ class _Domain(NamedTuple):
         tiled = [one._replace(tile=tile) for tile in TILES for one in cut if tile < max(one.height, one.width)]
         return {"": images, "_tiled": tiled}
 
-    def uppers(self, task: tuple[int, Any, Point]) -> list[int]:
+    def uppers(self, task: tuple[Any, Point]) -> list[int]:
         """Return `upper` of one size in every way that the application may run it."""
-        _, line, point = task
+        line, point = task
         estimate, op, dtype = self.estimates[line.function], line.op, line.dtype
         weights = distinct((dtype, "float16")) if estimate.is_upcast and dtype == "float32" else [dtype]
         runtimes = [code for code in estimate.runtimes if RUNTIMES[code].tiles or not point.tile]

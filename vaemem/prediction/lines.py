@@ -189,7 +189,8 @@ class Equation:
             lines += _Sizes(phase, name, mine).lines() if mine else []
             most = {point: max(size, most[point]) for point, size in sizes.items()}
         self.name, self.grid, self.lines = name, grid, tuple(lines)
-        self.excess, self.median = _excess(lines, [*most], np.array([*most.values()]) / MIB)
+        at = symbols_at(*np.array([*most], dtype=float).T)
+        self.excess, self.median = _excess(lines, at, np.array([*most.values()]) / MIB)
 
     def predict(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
         """Return bytes. By default the prompt is the longest. ValueError outside of the grid's ends."""
@@ -244,11 +245,10 @@ class Equation:
 HEADER = "phase", "counter", "MiB", "kind", "excess", "median"
 
 
-def _excess(lines: Sequence[PhaseLine], points: Sequence[Point], sizes: np.ndarray) -> tuple[float, float]:
+def _excess(lines: Sequence[PhaseLine], at: Mapping[str, Any], sizes: np.ndarray) -> tuple[float, float]:
     """Return the largest and the median excess of the largest line over the sizes."""
-    at = symbols_at(*np.array(points, dtype=float).T)
     above = np.max([value_of(line.law, at) for line in lines], 0) / sizes - 1
-    return float(above.max()), float(np.median(above[_usual(points)]))
+    return float(above.max()), float(np.median(above[_usual(at)]))
 
 
 def _uncovered(lines: Sequence[PhaseLine]) -> list[PhaseLine]:
@@ -264,9 +264,9 @@ def _uncovered(lines: Sequence[PhaseLine]) -> list[PhaseLine]:
     return kept
 
 
-def _usual(points: Sequence[Point]) -> np.ndarray:
+def _usual(at: Mapping[str, Any]) -> np.ndarray:
     """Mark all sizes but the smallest, which are played more densely; mark all if there are no larger ones."""
-    large = np.array([point.batch * point.height * point.width > SMALL for point in points])
+    large: np.ndarray = at["N"] * at["HW"] > SMALL
     return large if large.any() else ~large
 
 
@@ -276,17 +276,17 @@ class _Sizes:
     def __init__(self, phase: str, counter: str, played: Sequence[tuple[Point, PlayedPeak]], alone: bool = False):
         """alone: the sizes are of one image, so the powers have no N."""
         self.phase, self.counter, self.played, self.alone = phase, counter, played, alone
-        self.points, self.peaks = [point for point, _ in played], [peak for _, peak in played]
+        self.peaks = [peak for _, peak in played]
         self.sizes = np.array([getattr(peak, counter) for peak in self.peaks], dtype=float) / MIB
-        self.at = symbols_at(*np.array(self.points, dtype=float).T)
-        self.varies = {"t": len({point.tokens for point in self.points}) > 1, "tile": self.points[0].tile > 0}
+        self.at = symbols_at(*np.array([point for point, _ in played], dtype=float).T)
+        self.differs = {"t": np.ptp(self.at["t"]) > 0, "tile": self.at["tile"].any()}
         self.columns = {power: value_of({power: 1.0}, self.at) for power in self._powers(POWERS)}
 
     def _powers(self, powers: Sequence[str]) -> list[str]:
         """Return the powers that make a difference at these sizes."""
         split = [power.split("*") for power in powers]
         named = ["*".join(name for name in names if name != "N" or not self.alone) for names in split]
-        return distinct(power for power in named if all(self.varies.get(name, True) for name in power.split("*")))
+        return distinct(power for power in named if all(self.differs.get(name, True) for name in power.split("*")))
 
     def _some(self, name: str, some: Sequence[tuple[Point, PlayedPeak]], alone: bool = False) -> _Sizes:
         return _Sizes(f"{self.phase}, {name}", self.counter, some, alone)
@@ -308,14 +308,14 @@ class _Sizes:
             return lines
         parts = [self._some(where.rpartition(" [")[2].rstrip("]"), some) for where, some in places.items()]
         split = _uncovered([part.line() for place in parts for part in place._by_batch()])
-        return min(lines, split, key=lambda lines: _excess(lines, self.points, self.sizes)[0])
+        return min(lines, split, key=lambda lines: _excess(lines, self.at, self.sizes)[0])
 
     def line(self) -> PhaseLine:
         where = max(grouped(self.peaks, lambda peak: peak.where).items(), key=lambda item: len(item[1]))[0]
         terms = self._tensors() if self.counter == "allocated" else {}
         law = self._sum(terms) if terms else min(map(self._bound, (BOUND, SQUARES, SCORES)), key=self._too_high)
         line = PhaseLine(self.phase, "exact" if terms else "bound", law, 0.0, 0.0, where, terms)
-        excess, median = _excess([line], self.points, self.sizes)
+        excess, median = _excess([line], self.at, self.sizes)
         return line._replace(excess=excess, median=median)
 
     def _too_high(self, law: Law) -> float:
@@ -326,8 +326,8 @@ class _Sizes:
         """Return the lowest line above the sizes. Its coefficients are rounded up to the digits that are shown."""
         if np.ptp(self.sizes) == 0:
             return {"": float(self.sizes[0])}
-        powers, usual = self._powers(powers), _usual(self.points)
-        found = least_above(powers, self.at, self.sizes, usual / usual.sum())
+        usual = _usual(self.at)
+        found = least_above(self._powers(powers), self.at, self.sizes, usual / usual.sum())
         law = {power: _rounded_up(value * RAISED) for power, value in found.items()}
         kept = self._large(law)
         lacking = sum(float(self.columns[power].max()) * value for power, value in law.items() if power not in kept)
