@@ -259,8 +259,8 @@ def derive(request: VAERequest) -> ClosedForm:
         raise ArgumentError("formula", wanted, "none")
     centre = min(same, key=lambda side: abs(side * side - height * width))
     alike = _around(centre, same)
+    tensors = {name: {side: same[side].tensors[name] for side in alike} for name in anchor.tensors}
     for within in (ROUNDING, ALTERNATION):
-        tensors = {name: {side: same[side].tensors[name] for side in alike} for name in anchor.tensors}
         solved = {name: _solve(sizes, centre, within) for name, sizes in tensors.items()}
         run = [side for side in alike if all(side in extent for _, extent in solved.values())]
         if len(run) >= 3:
@@ -289,7 +289,6 @@ def derive(request: VAERequest) -> ClosedForm:
     low, high = run[0], run[-1]
     sizes = [size for size in [(height, width), *HELD_OUT] if low**2 <= math.prod(size) <= high**2]
     held_out = {size: look(*size) for size in sizes if size not in peaks}
-    below, above = beyond(low - STEP), beyond(high + STEP)
     peaks |= held_out
     added = {size: unsplit(size) for size in [*zip(run, run, strict=True), *held_out]}
     known = [count for count in added.values() if count is not None]
@@ -300,8 +299,8 @@ def derive(request: VAERequest) -> ClosedForm:
     return ClosedForm(
         name=name_of(q), model=job.arch["name"], op=job.op, dtype=job.dtype, runtime=q.software.runtime,
         gpu=process.gpu.name, batch=job.batch, workspace_source=process.workspace_source, where=anchor.where,
-        terms=tuple(terms), lowest=low, highest=high, below=below, above=above, within=within,
-        unsplit=(min(known), max(known)),
+        terms=tuple(terms), lowest=low, highest=high, below=beyond(low - STEP), above=beyond(high + STEP),
+        within=within, unsplit=(min(known), max(known)),
         checked=tuple(size for size in held_out if added[size] is not None),
         elsewhere=tuple(size for size in held_out if added[size] is None),
     )  # fmt: skip
