@@ -12,8 +12,7 @@ from errors import refused
 from vaemem import bound, predict, seed_table
 from vaemem.__main__ import main
 from vaemem._common import OPS
-from vaemem.prediction.applications import APPLICATIONS, TILES
-from vaemem.prediction.bound import BoundLine
+from vaemem.prediction.bound import _ESTIMATES, TILES
 
 TORCH = "2.7.1+cu128"
 SIDES = (256, 512, 1000, 2048)
@@ -72,7 +71,7 @@ def test_no_prediction_of_the_domain_lies_above_what_is_pasted(application, gpu)
     for line in wholes.values():
         sides = [side for side in SIDES if side % 16 == 0 or (application, line.function) != ("comfyui", "flux2")]
         most[line.name] = dict.fromkeys(((h, w) for h in sides for w in sides), 0)
-    for function in APPLICATIONS[application].estimates.values():
+    for function in _ESTIMATES[application].values():
         for model, op, dtype in ((m, op, d) for m in function.models for op in OPS for d in function.dtypes):
             line = b.find(model, op, dtype)
             for (height, width), known in most[line.name].items():
@@ -233,7 +232,8 @@ def test_what_cannot_be_asked(asked, named):
     (512, 512, None, ("tile",)),
 ])  # fmt: skip
 def test_sizes_that_no_image_has_are_refused(height, width, tile, named):
-    line = BoundLine("vae", "decode_tiled", "float16", law={"HW": 1, "cut": 2, "": 3})
+    b = bound("invokeai", "sdxl", "float16", torch_version=TORCH, sides=(512, 1024))
+    line = b.find("sdxl", "decode_tiled", "float16")._replace(law={"HW": 1, "cut": 2, "": 3})
     assert line.bytes(10, np.int64(10), 5) == 153
     with refused(*named):
         line.bytes(height, width, tile)

@@ -11,7 +11,8 @@ from errors import refused
 from vaemem import formula, predict, predict_pipeline
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
-from vaemem.prediction.lines import COUNTERS, RAISED, Grid, PhaseLine, Point, _uncovered, least_above
+from vaemem.prediction.laws import least_above
+from vaemem.prediction.lines import RAISED, Grid, PhaseLine, Point, _uncovered
 
 MIB = 1 << 20
 
@@ -29,7 +30,7 @@ def made(peak, grid=Grid()):  # noqa: B008
 def check_bounds(found, points=None):
     """Every point of the grid, whether it was played or not, lies below."""
     for point in points or found.grid:
-        for name in COUNTERS:
+        for name in ("reserved", "allocated"):
             size = max(getattr(peak, name) for peak in found._play(point).values())
             assert size <= getattr(found, name).predict(*point[:3], point.tokens or None), (name, point)
 
@@ -48,7 +49,8 @@ def test_the_lowest_line_above():
 
         edges = [np.linalg.solve(columns[[i, j]], y[[i, j]]) for i, j in itertools.combinations(range(12), 2)]
         edges += [np.array([0, y.max()]), np.array([(y / x).max(), 0])]
-        found = least_above(columns, y, np.full(12, 1 / 12))
+        law = least_above(["MP", ""], {"MP": x, "": np.ones(12)}, y, np.full(12, 1 / 12))
+        found = np.array([*law.values()])
         assert found.min() >= 0 and cost(found) <= min(map(cost, edges)) * (1 + 1e-9)
 
 

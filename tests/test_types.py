@@ -49,7 +49,7 @@ vaemem.VAE.random("sdxl").estimate("decode_tiled", 64, 64)  # wrong
 vaemem.tradeoff("sdxl", "both", 64, 64)  # wrong
 vaemem.measure_sweep("sdxl", "train")  # wrong
 """
-REVEALED = ["PipelinePrediction", "GraphPrediction", "Formula", "Formula", "VAEFormula"]
+REVEALED = ["PipelinePrediction", "GraphPrediction", "Formula", "Formula", "Formula"]
 
 
 def test_a_strict_project(tmp_path):

@@ -1,54 +1,20 @@
-"""The applications that `bound` knows: the runs that each estimate is for, and Python to paste into the application."""
+"""The applications that `bound` knows, and Python to paste into each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from vaemem.prediction.laws import write_function
 
-from vaemem._common import DTYPES
-from vaemem.prediction.lines import Grid, Point
-from vaemem.prediction.runtimes import architecture, packing
-from vaemem.prediction.writing import write_function
-
-TILES = 512, 768, 1024  # pixels
-PASSES = (1, 1), (2, 0.5), (0.5, 2)  # heights and widths of ComfyUI's tiles, in sides; other code cuts squares only
-TILED_STEP = 512  # pixels: images in tiles have sides of multiples of it
-
-
-class Estimate(NamedTuple):
-    """The runs that one of an application's estimates is for."""
-
-    models: tuple[str, ...]
-    runtimes: tuple[str, ...]  # the code that the application runs, in any of its releases
-    dtypes: tuple[str, ...] = DTYPES
-    is_tiled: bool = False  # the estimate knows the side of a tile
-    is_upcast: bool = False  # float32 runs have float16 weights, too
-
-    @property
-    def step(self) -> int:
-        """The image's sides are multiples of this many pixels."""
-        return max(packing(code, architecture(model)) * 8 for code in self.runtimes for model in self.models)
-
-    @property
-    def passes(self) -> Sequence[tuple[float, float]]:
-        return PASSES if "comfyui" in self.runtimes else PASSES[:1]
-
-    def points(self, sides: Sequence[int]) -> dict[str, list[Point]]:
-        """Return the sizes of whole images and of images in tiles, by the ending of the op."""
-        # The prediction itself refuses sides that are no multiples of 8.
-        fitting = [side for side in sides if self.step == 8 or side % self.step == 0]
-        images = [side for side in fitting if side % TILED_STEP == 0] if self.is_tiled else []
-        cut = [point for tile in TILES for point in Grid(tile=tile, sides=images, batches=(1,), ratio=max(sides))]
-        return {
-            "": [*Grid(sides=fitting, batches=(1,), ratio=max(sides))],
-            "_tiled": [point for point in cut if point.tile < max(point.height, point.width)],
-        }
+_BYTES = """
+def _bytes(name, op, height, width, dtype, tile=None):
+    is_cut = tile is not None and (tile < height or tile < width)
+    key = name, op + "_tiled" * is_cut, str(dtype).removeprefix("torch.")
+    if key not in BYTES:
+        known = ", ".join(map(" ".join, BYTES))
+        raise ValueError(f"expected one of {known}, got {' '.join(key)}: vaemem.bound makes formulas for more")
+    return BYTES[key](height * width, _largest(tile, height, width) if is_cut else 0)
 
 
-class Application(NamedTuple):
-    title: str
-    estimates: dict[str, Estimate]
-    source: str  # Python to paste after the formulas
+"""
 
 
 def _write_comfyui() -> str:
@@ -110,33 +76,8 @@ def _write_invokeai() -> str:
     )])  # fmt: skip
 
 
-_COMFYUI_MODELS = "sd15", "sdxl", "flux", "sd3", "zimage", "playground-v2.5"
-_FLUX2_MODELS = "flux2", "flux2-small"
+# The title of each, and Python to paste after the formulas.
 APPLICATIONS = {
-    # Its class VAE has one estimate for every AutoencoderKL, and another for the packed latents of FLUX.2.
-    "comfyui": Application(
-        "ComfyUI",
-        {
-            "vae": Estimate(_COMFYUI_MODELS, ("comfyui",), is_tiled=True),
-            "flux2": Estimate(_FLUX2_MODELS, ("comfyui",), is_tiled=True),
-            "wan": Estimate(("qwen-image",), ("comfyui",), is_tiled=True),
-        },
-        _write_comfyui(),
-    ),
-    # It runs SD's VAE in one of two dtypes, however the weights are stored. FLUX's and Z-Image's run in its own
-    # AutoEncoder, after BFL's, and in diffusers'. FLUX.2's runs without an estimate of its own (8e71a8a).
-    "invokeai": Application(
-        "InvokeAI",
-        {
-            "sd15_sdxl": Estimate(
-                ("sd15", "sdxl", "playground-v2.5"), ("diffusers",), ("float16", "float32"), True, is_upcast=True
-            ),
-            "flux": Estimate(("flux", "zimage"), ("bfl", "diffusers"), is_tiled=True),
-            "flux2": Estimate(_FLUX2_MODELS, ("diffusers",)),
-            "sd3": Estimate(("sd3",), ("diffusers",)),
-            "cogview4": Estimate(("cogview4",), ("diffusers",)),
-            "qwen_image": Estimate(("qwen-image",), ("diffusers",), is_tiled=True),
-        },
-        _write_invokeai(),
-    ),
+    "comfyui": ("ComfyUI", _BYTES + _write_comfyui()),
+    "invokeai": ("InvokeAI", _BYTES + _write_invokeai()),
 }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,13 +17,13 @@ from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem._types import Dtype
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.configs import named_model
-from vaemem.prediction.applications import APPLICATIONS, PASSES, Estimate
+from vaemem.prediction.applications import APPLICATIONS
 from vaemem.prediction.job import Job
-from vaemem.prediction.lines import Point, least_above
+from vaemem.prediction.laws import least_above, symbols_at, value_of, write_equation, write_sum
+from vaemem.prediction.lines import MOST_PIXELS, Point
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.request import Card, Software, VAERequest, find_card
-from vaemem.prediction.runtimes import RUNTIMES, architecture
-from vaemem.prediction.writing import write_equation, write_sum
+from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -32,48 +31,19 @@ if TYPE_CHECKING:
 # The default sides in pixels. Workspaces jump between small sizes, and cuDNN has other plans for sides that are no
 # multiples of 64. benchmarks/bounds.py compares the formulas with predictions of other sizes.
 SIDES = 256, 264, 320, 384, 448, 512, 520, 616, 720, 768, 832, 1024, 1088, 1216, 1384, 1408, 1536, 2048
-_MADE: dict[str, Bound] = {}  # a process's bounds by their arguments: each takes half a minute
+TILES = 512, 768, 1024  # pixels
+PASSES = (1, 1), (2, 0.5), (0.5, 2)  # heights and widths of ComfyUI's tiles, in sides; other code cuts squares only
+TILED_STEP = 512  # pixels: images in tiles have sides of multiples of it
 BETWEEN = 1.002  # factor of a formula above the predictions, for the sizes between
-
-_BYTES = """
-def _bytes(name, op, height, width, dtype, tile=None):
-    is_cut = tile is not None and (tile < height or tile < width)
-    key = name, op + "_tiled" * is_cut, str(dtype).removeprefix("torch.")
-    if key not in BYTES:
-        known = ", ".join(map(" ".join, BYTES))
-        raise ValueError(f"expected one of {known}, got {' '.join(key)}: vaemem.bound makes formulas for more")
-    return BYTES[key](height * width, _largest(tile, height, width) if is_cut else 0)
+_MADE: dict[str, Bound] = {}  # a process's bounds by their arguments: each takes half a minute
+_NO_LAYERS = ("name", "scaling_factor", "shift_factor", "latents_mean", "latents_std")
 
 
-"""
-
-
-class BoundLine(NamedTuple):
-    """A linear formula in bytes: at least `upper` of every prediction of its op in the domain.
-
-    Attributes
-    ----------
-    function : str
-        The application's estimate, by its key in the pasted table.
-    op : str
-        ``"encode"``, ``"decode"``, or ``"encode_tiled"``, ``"decode_tiled"`` for images larger than a tile.
-    dtype : str
-    passes : sequence of pairs
-        Heights and widths of the tiles, in sides of a tile: ComfyUI's three passes cut other shapes, too.
-    law : dict of str to int
-        Bytes by power: ``"HW"``, the image's pixels; ``"cut"``, the pixels of the largest tile; ``""``, the constant.
-    predictions : int
-        Number of predictions that the formula was made from.
-    overshoot : float
-        Largest excess over the largest `upper` of a size, as a share of `upper`.
-    at : tuple of int
-        The (height, width) of this excess, and the tile of a tiled op.
-    """
-
+class _BoundLine(NamedTuple):
     function: str
     op: str
     dtype: str
-    passes: Sequence[tuple[float, float]] = ((1, 1),)
+    passes: Sequence[tuple[float, float]]
     law: Mapping[str, int] = {}
     predictions: int = 0
     overshoot: float = 0.0
@@ -84,25 +54,25 @@ class BoundLine(NamedTuple):
         height, width = whole("height", height), whole("width", width)
         if (tile is not None) != self.op.endswith("_tiled"):
             raise ArgumentError("tile", "a side with the tiled ops and None with others", f"{tile} with {self.op}")
-        columns = self._columns(height, width, 0 if tile is None else whole("tile", tile))
-        return sum(value * columns[power] for power, value in self.law.items())
+        return int(value_of(self.law, self._symbols(height, width, 0 if tile is None else whole("tile", tile))))
 
-    def above(self, uppers: Mapping[Point, Sequence[int]]) -> BoundLine:
+    def above(self, uppers: Mapping[Point, Sequence[int]]) -> _BoundLine:
         """Return the line with the smallest excess above `upper` of every prediction, raised for the sizes between."""
+        powers = ["HW", *["cut"] * self.op.endswith("_tiled"), ""]
         sizes = np.array([max(found) for found in uppers.values()], dtype=float)
-        rows = [self._columns(point.height, point.width, point.tile) for point in uppers]
-        columns = np.array([[*row.values()] for row in rows], dtype=float)
-        found = least_above(columns, sizes, np.zeros(len(sizes))) * BETWEEN
-        law = {power: math.ceil(value) for power, value in zip(rows[0], found.tolist(), strict=True)}
-        excess = columns @ np.array([*law.values()]) / sizes - 1
+        at = self._symbols(*np.array([(point.height, point.width, point.tile) for point in uppers], dtype=float).T)
+        found = least_above(powers, at, sizes, np.zeros(len(sizes)))
+        law = {power: math.ceil(value * BETWEEN) for power, value in found.items()}
+        excess = value_of(law, at) / sizes - 1
         point = [*uppers][int(excess.argmax())]
-        at = (point.height, point.width, point.tile)[: 3 if point.tile else 2]
-        return self._replace(law=law, predictions=sum(map(len, uppers.values())), overshoot=float(excess.max()), at=at)
+        size = (point.height, point.width, point.tile)[: 3 if point.tile else 2]
+        count = sum(map(len, uppers.values()))
+        return self._replace(law=law, predictions=count, overshoot=float(excess.max()), at=size)
 
-    def _columns(self, height: int, width: int, tile: int) -> dict[str, int]:
-        """Return the powers of a size."""
-        cut = max(min(int(tile * high), height) * min(int(tile * wide), width) for high, wide in self.passes)
-        return {"HW": height * width} | ({"cut": cut} if tile else {}) | {"": 1}
+    def _symbols(self, height: Any, width: Any, tile: Any) -> dict[str, Any]:
+        tiles = [(tile * high // 1, tile * wide // 1) for high, wide in self.passes]
+        cut = np.max([np.minimum(height, high) * np.minimum(width, wide) for high, wide in tiles], 0)
+        return symbols_at(height, width) | {"cut": cut}
 
     @property
     def name(self) -> str:
@@ -121,18 +91,29 @@ class Bound(Typeset):
     Attributes
     ----------
     application : str
-    lines : tuple of BoundLine
-        One for each function, op and dtype.
+    lines : tuple
+        A formula for each function, op and dtype. Its method ``bytes(height, width, tile=None)`` returns bytes. Its
+        attributes are:
+
+        - `function`: the application's estimate, by its key in the pasted table;
+        - `op`: ``"encode"``, ``"decode"``, or ``"encode_tiled"``, ``"decode_tiled"`` for images larger than a tile;
+        - `dtype`;
+        - `passes`: heights and widths of the tiles, in sides of a tile (ComfyUI's three passes cut other shapes, too);
+        - `law`: bytes by power: ``"HW"``, the image's pixels; ``"cut"``, the pixels of the largest tile; ``""``, the
+          constant;
+        - `predictions`: number of predictions that the formula was made from;
+        - `overshoot`: largest excess over the largest `upper` of a size, as a share of `upper`;
+        - `at`: the height and width of this excess, and the tile of a tiled op.
     domain : str
         The sizes, cards, versions and code that the formulas hold for, in words: a line for each.
     """
 
-    def __init__(self, application: str, lines: Sequence[BoundLine], domain: str):
+    def __init__(self, application: str, lines: Sequence[_BoundLine], domain: str):
         self.application, self.lines, self.domain = application, tuple(lines), domain
 
-    def find(self, model: str, op: str, dtype: str) -> BoundLine:
+    def find(self, model: str, op: str, dtype: str) -> _BoundLine:
         """Return the formula for a model's op. ValueError if there is none."""
-        estimates = APPLICATIONS[self.application].estimates
+        estimates = _ESTIMATES[self.application]
         for line in self.lines:
             if model in estimates[line.function].models and (line.op, line.dtype) == (op, dtype):
                 return line
@@ -141,7 +122,7 @@ class Bound(Typeset):
 
     def python(self) -> str:
         """Write a Python module with the application's functions, to paste. It imports nothing."""
-        title, _, source = APPLICATIONS[self.application]
+        title, source = APPLICATIONS[self.application]
         rows = [
             f'    ("{line.function}", "{line.op}", "{line.dtype}"): lambda pixels, tile:'
             f" {write_sum(line.law, 'python')},  # up to {line.excess}"
@@ -159,7 +140,7 @@ class Bound(Typeset):
             *rows,
             "}",
             "",
-            _BYTES + source,
+            source,
         ])  # fmt: skip
 
     def latex(self) -> str:
@@ -178,7 +159,7 @@ class Bound(Typeset):
     def _sheet(self, size: Sizer) -> Sheet:
         cells = [(line.name, write_sum(line.law), *line.excess.split(" at ")) for line in self.lines]
         played = sum(line.predictions for line in self.lines)
-        headline = f"{len(cells)} formulas for {APPLICATIONS[self.application].title}, above all {played} predictions."
+        headline = f"{len(cells)} formulas for {APPLICATIONS[self.application][0]}, above all {played} predictions."
         table = Columns(("formula", "bytes", "excess", "at"), cells)
         return Sheet(headline, [table, Bullets(self.domain.splitlines(), title="They hold for:")])
 
@@ -251,62 +232,94 @@ def bound(
         return _MADE[question]
     estimates = {
         name: estimate._replace(models=tuple(model for model in estimate.models if kept is None or model in kept))
-        for name, estimate in APPLICATIONS[application].estimates.items()
+        for name, estimate in _ESTIMATES[application].items()
     }
-    estimates = {name: estimate for name, estimate in estimates.items() if estimate.models}
-    software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
-    domain = _Domain([find_card(name, memory) for name in gpus], software, pixels)
-    sweeps = [
-        (BoundLine(name, op + ending, dtype, estimate.passes), estimate, points)
-        for name, estimate in estimates.items()
-        for op, dtype in itertools.product(OPS, estimate.dtypes)
-        for ending, points in domain.points(name, estimate).items()
-        if dtype in dtypes and points
-    ]
+    domain = _Domain(
+        {name: estimate for name, estimate in estimates.items() if estimate.models},
+        [find_card(name, memory) for name in gpus],
+        Software(torch_version=torch_version, cudnn_version=cudnn_version),
+        pixels,
+    )
+    sweeps = domain.sweeps(dtypes)
     if not sweeps:
         raise ArgumentError("models, dtypes", f"some that {application} runs", f"{models!r}, {dtypes!r}")
-    tasks = [(i, line, estimate, point) for i, (line, estimate, points) in enumerate(sweeps) for point in points]
-    uppers: list[dict[Point, list[int]]] = [{} for _ in sweeps]
+    tasks = [(line, point) for line, points in sweeps for point in points]
+    uppers: dict[str, dict[Point, list[int]]] = {line.name: {} for line, _ in sweeps}
     with polling(progress, "bound", total=len(tasks), bar_format=BAR) as poll:
-        found = spread(partial(_find_uppers, domain), tasks, executor, lambda task: task[1].name)
-        for done, ((i, *_, point), sizes) in enumerate(found, 1):
-            uppers[i][point] = sizes
+        found = spread(domain.uppers, tasks, executor, lambda task: task[0].name)
+        for done, ((line, point), sizes) in enumerate(found, 1):
+            uppers[line.name][point] = sizes
             if poll:
                 poll(done, len(tasks))
-    finished = zip(sweeps, uppers, strict=True)
-    lines = [line.above(sizes) for (line, _, points), sizes in finished if len(sizes) == len(points)]
+    lines = [line.above(uppers[line.name]) for line, points in sweeps if len(uppers[line.name]) == len(points)]
     if not lines:
         raise RuntimeError("executor: its workers died before a formula was finished; pass one with living workers")
-    made = Bound(application, lines, domain.describe(estimates.values()))
+    made = Bound(application, lines, domain.describe())
     if len(lines) == len(sweeps):
         _MADE[question] = made
     return made
 
 
+class _Estimate(NamedTuple):
+    """The runs that one of an application's estimates is for."""
+
+    models: tuple[str, ...]
+    runtimes: tuple[str, ...]  # the code that the application runs, in any of its releases
+    dtypes: tuple[str, ...] = DTYPES
+    is_tiled: bool = False  # the estimate knows the side of a tile
+    is_upcast: bool = False  # float32 runs have float16 weights, too
+
+    @property
+    def passes(self) -> Sequence[tuple[float, float]]:
+        return PASSES if "comfyui" in self.runtimes else PASSES[:1]
+
+
 class _Domain(NamedTuple):
+    estimates: dict[str, _Estimate]
     cards: list[Card]
     software: Software
     sides: Sequence[int]
 
-    def points(self, name: str, estimate: Estimate) -> dict[str, list[Point]]:
-        points = estimate.points(self.sides)
-        if not points[""]:
-            raise ArgumentError("sides", f"multiples of {estimate.step} for {name}", "others")
-        return points
+    def sweeps(self, dtypes: Sequence[str]) -> list[tuple[_BoundLine, list[Point]]]:
+        """Return the lines, without their laws, each with the sizes of its predictions."""
+        return [
+            (_BoundLine(name, op + ending, dtype, estimate.passes), points)
+            for name, estimate in self.estimates.items()
+            for (op, dtype), (ending, points) in product(product(OPS, estimate.dtypes), self._points(name).items())
+            if dtype in dtypes and points
+        ]
 
-    def predict(self, estimate: Estimate, op: Any, dtype: Any, point: Point) -> Iterator[Prediction]:
-        """Predict one size in every way that the application may run it."""
+    def _points(self, name: str) -> dict[str, list[Point]]:
+        """Return the sizes of whole images and of images in tiles, by the ending of the op."""
+        estimate = self.estimates[name]
+        step = max(packing(code, architecture(model)) * 8 for code in estimate.runtimes for model in estimate.models)
+        # The prediction itself refuses sides that are no multiples of 8.
+        fitting = [side for side in self.sides if step == 8 or side % step == 0]
+        images = [Point(*size) for size in product(fitting, repeat=2) if math.prod(size) < MOST_PIXELS]
+        if not images:
+            raise ArgumentError("sides", f"multiples of {step} for {name}", "others")
+        cut = [one for one in images if one.height % TILED_STEP == one.width % TILED_STEP == 0] * estimate.is_tiled
+        tiled = [one._replace(tile=tile) for tile in TILES for one in cut if tile < max(one.height, one.width)]
+        return {"": images, "_tiled": tiled}
+
+    def uppers(self, task: tuple[Any, Point]) -> list[int]:
+        """Return `upper` of one size in every way that the application may run it."""
+        line, point = task
+        estimate, op, dtype = self.estimates[line.function], line.op, line.dtype
         weights = distinct((dtype, "float16")) if estimate.is_upcast and dtype == "float32" else [dtype]
         runtimes = [code for code in estimate.runtimes if RUNTIMES[code].tiles or not point.tile]
         # Models with the same layers need the same memory.
         archs = map(architecture, estimate.models)
         layers = {tuple(v for k, v in arch.items() if k not in _NO_LAYERS): arch for arch in archs}
-        for card, arch, runtime, weight in itertools.product(self.cards, layers.values(), runtimes, weights):
+        found = []
+        for card, arch, runtime, weight in product(self.cards, layers.values(), runtimes, weights):
             job = Job(arch, op, point.height, point.width, dtype, weight, tile=point.tile or None)
-            yield Prediction(VAERequest(card, replace(self.software, runtime=runtime), job))
+            found.append(Prediction(VAERequest(card, replace(self.software, runtime=runtime), job)).upper)
+        return found
 
-    def describe(self, estimates: Collection[Estimate]) -> str:
+    def describe(self) -> str:
         """Describe the domain, one line per fact."""
+        estimates = self.estimates.values()
         named = {"PyTorch": self.software.torch_version, "cuDNN": self.software.cudnn_version}
         versions = " and ".join(f"{name} {version}" for name, version in named.items() if version)
         lines = [
@@ -318,24 +331,36 @@ class _Domain(NamedTuple):
         ]
         if any(one.is_upcast for one in estimates):
             lines.append("weights: in the run's dtype; for SD's float32 runs also in float16")
-        for tiled in [one for one in estimates if one.is_tiled][:1]:
-            points = tiled.points(self.sides)["_tiled"]
+        for name in [name for name, one in self.estimates.items() if one.is_tiled][:1]:
+            points = self._points(name)["_tiled"]
             tiles, images = (
-                ", ".join(map(str, sorted(some)))
-                for some in ({point.tile for point in points}, {point.width for point in points})
+                ", ".join(map(str, sorted({getattr(point, side) for point in points}))) for side in ("tile", "width")
             )
-            code = "ComfyUI" if tiled.passes == PASSES else "diffusers"
+            code = "ComfyUI" if self.estimates[name].passes == PASSES else "diffusers"
             cut = f"{tiles} pixels as {code} cuts them, in images with sides of {images}"
             lines.append(f"tiles: {cut if points else 'none were predicted'}")
         return "\n".join(lines)
 
 
-_Task = tuple[int, BoundLine, Estimate, Point]  # its line's number first
-
-
-def _find_uppers(domain: _Domain, task: _Task) -> list[int]:
-    _, line, estimate, point = task
-    return [prediction.upper for prediction in domain.predict(estimate, line.op, line.dtype, point)]
-
-
-_NO_LAYERS = ("name", "scaling_factor", "shift_factor", "latents_mean", "latents_std")
+_COMFYUI_MODELS = "sd15", "sdxl", "flux", "sd3", "zimage", "playground-v2.5"
+_FLUX2_MODELS = "flux2", "flux2-small"
+_ESTIMATES = {
+    # Its class VAE has one estimate for every AutoencoderKL, and another for the packed latents of FLUX.2.
+    "comfyui": {
+        "vae": _Estimate(_COMFYUI_MODELS, ("comfyui",), is_tiled=True),
+        "flux2": _Estimate(_FLUX2_MODELS, ("comfyui",), is_tiled=True),
+        "wan": _Estimate(("qwen-image",), ("comfyui",), is_tiled=True),
+    },
+    # It runs SD's VAE in one of two dtypes, however the weights are stored. FLUX's and Z-Image's run in its own
+    # AutoEncoder, after BFL's, and in diffusers'. FLUX.2's runs without an estimate of its own (8e71a8a).
+    "invokeai": {
+        "sd15_sdxl": _Estimate(
+            ("sd15", "sdxl", "playground-v2.5"), ("diffusers",), ("float16", "float32"), True, is_upcast=True
+        ),
+        "flux": _Estimate(("flux", "zimage"), ("bfl", "diffusers"), is_tiled=True),
+        "flux2": _Estimate(_FLUX2_MODELS, ("diffusers",)),
+        "sd3": _Estimate(("sd3",), ("diffusers",)),
+        "cogview4": _Estimate(("cogview4",), ("diffusers",)),
+        "qwen_image": _Estimate(("qwen-image",), ("diffusers",), is_tiled=True),
+    },
+}

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, MIB, distinct, whole
+from vaemem._common import ELEMENT_BYTES, MIB, whole
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
+from vaemem.prediction.laws import (
+    solve_law,
+    symbols_at,
+    value_of,
+    write_equation,
+    write_function,
+    write_number,
+    write_sum,
+)
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import VAERequest
-from vaemem.prediction.writing import Polynomial, write_equation, write_function, write_number, write_sum
 
 ROUNDING = 512  # bytes: the allocator's granule; a tensor follows its law within it
-FINEST = 1 << 13  # denominator of exact coefficients: (64 pixels)^2 per latent pixel, times two
 STEP, LAST = 64, 4096  # a derivation plays squares of 64, 128, ... 4096 pixels a side
 # cuDNN may alternate between constants from size to size. If no law holds within ROUNDING, a law within ALTERNATION
 # bytes counts.
 ALTERNATION = 4 * MIB
 HELD_OUT = ((360, 640), (720, 1280), (832, 1216), (1000, 1000), (1080, 1920), (1216, 832), (1544, 520), (2160, 3840))
 
-ZERO = Fraction(0)
-_POWERS = "HW", "(H+W)", "HW*HW", ""  # symbols of `SYMBOLS`
-Law = tuple[Fraction, ...]  # bytes by each of `_POWERS`
+# A tensor's bytes grow with H*W alone, with padding's H+W too, or with attention's (H*W)^2 too.
+GROWTHS = ("HW", ""), ("HW", "(H+W)", ""), ("HW", "HW*HW", "")
 
 
 class PlayedPeak(NamedTuple):
@@ -46,15 +51,17 @@ class PlayedPeak(NamedTuple):
         return self.where, frozenset(self.tensors)
 
 
-class Term(NamedTuple):
-    """One tensor of the peak. Its bytes are coefficient*H*W*e + edge*(H+W)*e + square*(H*W)^2*e + constant."""
-
+class _Term(NamedTuple):
     name: str
-    coefficient: Fraction  # of H*W*e; 128 is one full-size activation, T
-    constant: Fraction  # bytes
-    where: str  # the module that made it
-    edge: Fraction = ZERO  # of (H+W)*e: padding
-    square: Fraction = ZERO  # of (H*W)^2*e: attention's scores
+    coefficient: Fraction  # 128 is one full-size activation, T
+    constant: Fraction
+    where: str
+    edge: Fraction  # padding
+    square: Fraction  # attention's scores
+
+    def law(self, e: int) -> dict[str, Fraction]:
+        """Return the tensor's bytes."""
+        return {"HW": self.coefficient * e, "(H+W)": self.edge * e, "HW*HW": self.square * e, "": self.constant}
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,8 +70,10 @@ class ClosedForm(Typeset):
 
     Attributes
     ----------
-    terms : tuple of Term
-        The tensors that live at the peak and did not live before the run, largest first.
+    terms : tuple
+        The tensors that live at the peak and did not live before the run, largest first. Each has a `name`,
+        `where` (the module that made it), and numbers of bytes: `coefficient` times H*W*e, `edge` times
+        (H+W)*e, `square` times (H*W)^2*e, and `constant`.
     where : str
         The step that makes the peak.
     lowest, highest : int
@@ -94,7 +103,7 @@ class ClosedForm(Typeset):
     batch: int
     workspace_source: str
     where: str
-    terms: tuple[Term, ...]
+    terms: tuple[_Term, ...]
     lowest: int
     highest: int
     below: str | None
@@ -111,7 +120,7 @@ class ClosedForm(Typeset):
     @property
     def a(self) -> Fraction:
         """The exact coefficient of H*W*e."""
-        return self._sum("coefficient")
+        return self._total["HW*e"]
 
     @property
     def t(self) -> Fraction:
@@ -121,7 +130,7 @@ class ClosedForm(Typeset):
     @property
     def b(self) -> Fraction:
         """Constant bytes, before each tensor is rounded up to 512."""
-        return self._sum("constant")
+        return self._total[""]
 
     def predict(self, height: int, width: int) -> int:
         """Return the bytes allocated above the baseline, each tensor rounded up to 512. The allocator adds `unsplit`.
@@ -135,11 +144,11 @@ class ClosedForm(Typeset):
         if not self.lowest**2 <= height * width <= self.highest**2:
             wanted = f"{self.lowest}^2 to {self.highest}^2, the form's range"
             raise ArgumentError("height * width", wanted, f"{height}x{width}")
-        return sum(_up(_value(_law(term, self.element_bytes), height, width)) for term in self.terms)
+        at = symbols_at(height, width)
+        return sum(_up(value_of(term.law(self.element_bytes), at)) for term in self.terms)
 
     def python(self) -> str:
         """Write a Python function of height and width that returns the same bytes as `predict`."""
-        function = re.sub(r"\W+", "_", f"{self.name}_allocated_bytes")
         low, high = self.lowest, self.highest
         lines = [
             f"if not {low}**2 <= height * width <= {high}**2:",
@@ -147,13 +156,12 @@ class ClosedForm(Typeset):
             "pixels, total = height * width, 0",
         ]
         for term in self.terms:
-            law = _law(term, self.element_bytes)
-            divisor = math.lcm(*(value.denominator for value in law))
-            size = write_sum({power: value * divisor for power, value in zip(_POWERS, law, strict=True)}, "python")
+            law = term.law(self.element_bytes)
+            divisor = math.lcm(*(value.denominator for value in law.values()))
+            size = write_sum({power: value * divisor for power, value in law.items()}, "python")
             lines.append(f"total += -(-({size}) // {ROUNDING * divisor}) * {ROUNDING}  # {term.name}")
         summary = f"{self.equation}; the allocator adds {self.unsplit[0]} to {self.unsplit[1]}."
-        name = f"{'_' * function[0].isdigit()}{function}"
-        return write_function(name, "height, width", summary, [*lines, "return total"])
+        return write_function(f"{self.name}_allocated_bytes", "height, width", summary, [*lines, "return total"])
 
     def latex(self) -> str:
         """Write the form as the body of a LaTeX equation."""
@@ -171,14 +179,12 @@ class ClosedForm(Typeset):
             "b": float(self.b), "terms": terms,
         }  # fmt: skip
 
-    def _sum(self, column: str) -> Fraction:
-        return sum((getattr(term, column) for term in self.terms), ZERO)
-
     @property
-    def _total(self) -> Polynomial:
-        """The sum of all terms."""
-        columns = ("coefficient", "HW*e"), ("edge", "(H+W)*e"), ("square", "HW*HW*e"), ("constant", "")
-        return {power: self._sum(column) for column, power in columns}
+    def _total(self) -> dict[str, Fraction]:
+        columns = {"HW*e": "coefficient", "(H+W)*e": "edge", "HW*HW*e": "square", "": "constant"}
+        return {
+            power: sum((getattr(term, column) for term in self.terms), Fraction(0)) for power, column in columns.items()
+        }
 
     @property
     def equation(self) -> str:
@@ -246,70 +252,58 @@ def derive(request: VAERequest) -> ClosedForm:
             return None
 
     # All squares, because a peak may give way to another one and come back.
-    peaks = {side: look(side, side) for side in range(STEP, LAST + 1, STEP)}
-    same = {side: peak for side, peak in peaks.items() if peak and peak.key == anchor.key}
+    peaks = {(side, side): look(side, side) for side in range(STEP, LAST + 1, STEP)}
+    same = {side: peak for (side, _), peak in peaks.items() if peak and peak.key == anchor.key}
     if not same:
         wanted = f"squares of {STEP} to {LAST} pixels a side that peak as {height}x{width} does"
         raise ArgumentError("formula", wanted, "none")
     centre = min(same, key=lambda side: abs(side * side - height * width))
-    within, laws, run = _laws([*anchor.tensors], same, centre)
-    if len(run) < 3:
+    alike = _around(centre, same)
+    tensors = {name: {side: same[side].tensors[name] for side in alike} for name in anchor.tensors}
+    for within in (ROUNDING, ALTERNATION):
+        solved = {name: _solve(sizes, centre, within) for name, sizes in tensors.items()}
+        run = [side for side in alike if all(side in extent for _, extent in solved.values())]
+        if len(run) >= 3:
+            break
+    else:
         wanted = f"3 squares or more that peak as {height}x{width} does, to solve for its tensors' growth"
         raise ArgumentError("formula", wanted, str(len(run)))
 
-    def unsplit(size: tuple[int, int], peak: PlayedPeak | None) -> int | None:
+    def unsplit(size: tuple[int, int]) -> int | None:
         """Return the bytes that the allocator added at a size; None if the tensors do not follow the laws."""
+        peak = peaks[size]
         if peak is None or peak.key != anchor.key:
             return None
-        sizes = {name: _value(law, *size) for name, (law, _) in laws.items()}
+        sizes = {name: value_of(law, symbols_at(*size)) for name, (law, _) in solved.items()}
         if any(abs(sizes[name] - found) > within for name, found in peak.tensors.items()):
             return None
         return peak.allocated - sum(map(_up, sizes.values()))
 
     def beyond(side: int) -> str | None:
-        if side not in peaks:
+        if (side, side) not in peaks:
             return None
-        peak = peaks[side]
+        peak = peaks[side, side]
         found = peak.where if peak and peak.tensors else "no peak within the model's call"
         return f"at {side}x{side} {'the same tensors in other sizes' if side in same else found}"
 
-    squares: dict[tuple[int, int], PlayedPeak | None] = {(side, side): same[side] for side in run}
-    held_out = {
-        (h, w): look(h, w)
-        for h, w in distinct([(height, width), *HELD_OUT])
-        if run[0] ** 2 <= h * w <= run[-1] ** 2 and (h, w) not in squares
-    }
-    added = {size: unsplit(size, peak) for size, peak in (squares | held_out).items()}
+    low, high = run[0], run[-1]
+    sizes = [size for size in [(height, width), *HELD_OUT] if low**2 <= math.prod(size) <= high**2]
+    held_out = {size: look(*size) for size in sizes if size not in peaks}
+    peaks |= held_out
+    added = {size: unsplit(size) for size in [*zip(run, run, strict=True), *held_out]}
     known = [count for count in added.values() if count is not None]
-    e = ELEMENT_BYTES[job.dtype]
-    terms = [
-        Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
-        for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], height, width))
-    ]
+    e, at, terms = ELEMENT_BYTES[job.dtype], symbols_at(height, width), []
+    for name, (law, _) in sorted(solved.items(), key=lambda item: -value_of(item[1][0], at)):
+        coefficient, edge, square, constant = (Fraction(law.get(power, 0)) for power in ("HW", "(H+W)", "HW*HW", ""))
+        terms.append(_Term(name, coefficient / e, constant, name.partition(" [")[0], edge / e, square / e))
     return ClosedForm(
         name=name_of(q), model=job.arch["name"], op=job.op, dtype=job.dtype, runtime=q.software.runtime,
         gpu=process.gpu.name, batch=job.batch, workspace_source=process.workspace_source, where=anchor.where,
-        terms=tuple(terms), lowest=run[0], highest=run[-1], below=beyond(run[0] - STEP), above=beyond(run[-1] + STEP),
+        terms=tuple(terms), lowest=low, highest=high, below=beyond(low - STEP), above=beyond(high + STEP),
         within=within, unsplit=(min(known), max(known)),
         checked=tuple(size for size in held_out if added[size] is not None),
         elsewhere=tuple(size for size in held_out if added[size] is None),
     )  # fmt: skip
-
-
-def _laws(
-    names: Sequence[str], peaks: Mapping[int, PlayedPeak], centre: int
-) -> tuple[int, dict[str, tuple[Law, list[int]]], list[int]]:
-    """Solve for the laws of a peak's tensors at the squares around `centre`.
-
-    Return the bytes within which the laws hold, each law with its squares, and the squares at which all laws hold.
-    """
-    alike = _around(centre, peaks)
-    for within in (ROUNDING, ALTERNATION):
-        laws = {name: _solve({side: peaks[side].tensors[name] for side in alike}, centre, within) for name in names}
-        run = [side for side in alike if all(side in extent for _, extent in laws.values())]
-        if len(run) >= 3:
-            break
-    return within, laws, run
 
 
 def _around(centre: int, sides: Container[int]) -> list[int]:
@@ -323,7 +317,7 @@ def _around(centre: int, sides: Container[int]) -> list[int]:
     return sorted(run)
 
 
-def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tuple[Law, list[int]]:
+def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tuple[dict[str, float], list[int]]:
     """Return the law of one tensor, {side: bytes}, that holds for the most squares around `centre`, and these squares.
 
     A law goes through the centre and meets the other squares within `within` bytes, because cuDNN rounds an index up to
@@ -331,46 +325,21 @@ def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tup
     first law that is exact everywhere wins. If no law meets more squares than it was made from, return only the centre.
     """
     others = sorted((side for side in sizes if side != centre), key=lambda side: -abs(side - centre))
-    best: tuple[tuple[int, int], Law, list[int]] = (0, 0), (ZERO, ZERO, ZERO, Fraction(sizes[centre])), [centre]
-    for columns in ((0, 3), (0, 1, 3), (0, 2, 3)):  # H*W; with padding's H+W; with attention's (H*W)^2
-        for side in others[: len(others) + 2 - len(columns)]:
-            law = _through({s: sizes[s] for s in [centre, side, *others[-1:]][: len(columns)]}, columns)
-            off = {s: abs(_value(law, s, s) - size) for s, size in sizes.items()}
-            extent = _around(centre, {s for s in off if off[s] <= within})
-            score = len(extent), sum(off[s] == 0 for s in extent)
-            if len(extent) > len(columns) and score > best[0]:  # any law meets the points it was made from
+    sides, found = np.array([*sizes.items()], dtype=float).T
+    best = (0, 0), {"": float(sizes[centre])}, [centre]
+    for powers in GROWTHS:
+        for side in others[: len(others) + 2 - len(powers)]:
+            met = np.array([centre, side, *others[-1:]][: len(powers)], dtype=float)
+            law = solve_law(powers, symbols_at(met, met), np.array([sizes[one] for one in met], dtype=float))
+            off = np.abs(value_of(law, symbols_at(sides, sides)) - found)
+            extent = _around(centre, {*sides[off <= within]})
+            score = len(extent), len({*sides[off == 0]}.intersection(extent))
+            if len(extent) > len(met) and score > best[0]:  # any law meets the points it was made from
                 best = score, law, extent
             if score[1] == len(sizes):
                 return law, extent
     return best[1:]
 
 
-def _through(sizes: Mapping[int, int], columns: Sequence[int]) -> Law:
-    """Return the law, 0 outside of `columns`, through {side: bytes} of as many squares as columns."""
-    powers = np.array([[_powers(side, side)[c] for c in columns] for side in sizes], dtype=float)
-    law = dict(zip(columns, solve_in_fractions(powers, np.array([*sizes.values()], dtype=float)), strict=True))
-    return tuple(law.get(c, ZERO) for c in range(4))
-
-
-def solve_in_fractions(powers: np.ndarray, sizes: np.ndarray) -> list[Fraction]:
-    """Return the coefficient of each column of powers from a tensor's sizes. The columns are scaled first, because the
-    powers of a size differ by orders of magnitude."""
-    scale = np.abs(powers).max(0)
-    found = np.linalg.lstsq(powers / scale, sizes, rcond=None)[0] / scale
-    return [Fraction(round(value * FINEST), FINEST) for value in found.tolist()]
-
-
-def _powers(height: int, width: int) -> tuple[int, int, int, int]:
-    return height * width, height + width, (height * width) ** 2, 1
-
-
-def _law(term: Term, e: int) -> Law:
-    return term.coefficient * e, term.edge * e, term.square * e, term.constant
-
-
-def _value(law: Law, height: int, width: int) -> Fraction:
-    return sum((a * x for a, x in zip(law, _powers(height, width), strict=True)), ZERO)
-
-
-def _up(size: Fraction) -> int:
+def _up(size: float | Fraction) -> int:
     return math.ceil(size / ROUNDING) * ROUNDING

@@ -3,18 +3,18 @@ For a VAE, closed.py adds one peak in closed form."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 from vaemem._arguments import shared
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset, in_gb
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.prediction.closed import ClosedForm, PlayedPeak, derive, name_of, play_peak
-from vaemem.prediction.lines import COUNTERS, HEADER, RAISED, Equation, Grid, Point, solve
+from vaemem.prediction.lines import HEADER, RAISED, Equation, Grid, Point
 from vaemem.prediction.request import VAEArguments, VAERequest, resolve_vae
 
 
@@ -37,6 +37,11 @@ class Formula(Typeset):
         Number of sizes that were played.
     left_out : tuple of Point
         Sizes that PyTorch refuses.
+    closed : ClosedForm
+        The memory allocated at the size of the arguments, tensor by tensor, and at all sizes that peak at the same
+        step. ValueError if there is no such form: for a pipeline; for a tiled op, because its peak depends on how H and
+        W fall into tiles; for a peak outside of the model's call; and if too few sizes share the peak to solve for its
+        tensors.
 
     Examples
     --------
@@ -46,43 +51,58 @@ class Formula(Typeset):
     >>> print(f.allocated)
     phase   counter   ...
     encode  allocated  1536 N*MP + 6  exact ...
+    >>> f.closed.t, f.closed.predict(832, 1216)
+    (Fraction(6, 1), 1554285056)
     """
 
     assumed_card: str = ""
 
-    _besides = "everything that the card must hold except a CUDA context"
-
-    def __init__(self, name: str, grid: Grid, at: Point, play: Callable[[Point], Mapping[str, PlayedPeak]]):
-        """at: the size that the text answers first. play: returns the peak of each phase at a point."""
-        self.name, self.grid, self._at, self._play = name, grid, at, play
+    def __init__(
+        self, name: str, grid: Grid, at: Point, play: Callable[[Point], Mapping[str, PlayedPeak]],
+        request: VAERequest | None = None,
+    ):  # fmt: skip
+        """at: the size that the text answers first. play: returns the peak of each phase at a point. request: a VAE's
+        run at that size."""
+        self.name, self.grid, self._at, self._play, self._request = name, grid, at, play, request
 
     @functools.cached_property
-    def _played(self) -> tuple[dict[str, Equation], int, tuple[Point, ...]]:
-        played, left_out = dict[Point, Mapping[str, PlayedPeak]](), list[Point]()
+    def _peaks(self) -> dict[Point, Mapping[str, PlayedPeak]]:
+        peaks = dict[Point, Mapping[str, PlayedPeak]]()
         for point in self.grid.played():
-            try:
-                played[point] = self._play(point)
-            except (ValueError, OverflowError):  # PyTorch refuses the size, or it is too large to play
-                left_out.append(point)
-        if not played:
+            with contextlib.suppress(ValueError, OverflowError):  # PyTorch refuses the size, or it is too large to play
+                peaks[point] = self._play(point)
+        if not peaks:
             raise ArgumentError("formula", "", f"{self.name} runs at none of {self.grid}")
-        return {name: solve(name, self.grid, played) for name in COUNTERS}, len(played), tuple(left_out)
+        return peaks
 
-    @property
+    @functools.cached_property
     def reserved(self) -> Equation:
-        return self._played[0]["reserved"]
+        return Equation("reserved", self.grid, self._peaks)
+
+    @functools.cached_property
+    def allocated(self) -> Equation:
+        return Equation("allocated", self.grid, self._peaks)
 
     @property
-    def allocated(self) -> Equation:
-        return self._played[0]["allocated"]
+    def _equations(self) -> tuple[Equation, Equation]:
+        return self.reserved, self.allocated
 
     @property
     def played(self) -> int:
-        return self._played[1]
+        return len(self._peaks)
 
     @property
     def left_out(self) -> tuple[Point, ...]:
-        return self._played[2]
+        return tuple(point for point in self.grid.played() if point not in self._peaks)
+
+    @functools.cached_property
+    def closed(self) -> ClosedForm:
+        if self._request is None:
+            raise ArgumentError("closed", "the formula of a VAE's run", f"the one of {self.name}")
+        if self._request.job.is_tiled:
+            why = "a tiled peak depends on how H and W fall into tiles"
+            raise ArgumentError("closed", "'encode' or 'decode'", "a tiled op", why)
+        return derive(self._request)
 
     def predict(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
         """Return the bytes reserved at most. Sizes are in pixels; by default the prompt is the longest.
@@ -97,24 +117,19 @@ class Formula(Typeset):
     def python(self) -> str:
         """Write a Python module with two functions of height, width, batch and prompt_tokens. They return the bytes
         reserved and allocated, as `predict` does."""
-        name = re.sub(r"\W+", "_", self.name)
-        name = f"{'_' * name[0].isdigit()}{name}"
-        functions = [one.python(f"{name}_{one.name}_bytes") for one in (self.reserved, self.allocated)]
+        functions = [one.python(f"{self.name}_{one.name}_bytes") for one in self._equations]
         return "\n\n".join(["import math\n", *functions])
 
     def latex(self) -> str:
         """Write both equations as the body of a LaTeX environment, for N images of H by W pixels and t tokens."""
-        return " \\\\\n".join(one.latex() for one in (self.reserved, self.allocated))
+        return " \\\\\n".join(one.latex() for one in self._equations)
 
     def _data(self) -> dict[str, Any]:
-        equations = {one.name: one.data() for one in (self.reserved, self.allocated)}
-        of = {"answer": "formula", "name": self.name, "grid": str(self.grid), "played": self.played}
         return {
-            **of,
-            "summary": self._headline(in_gb),
-            "left_out": [point._asdict() for point in self.left_out],
-            **equations,
-        }
+            "answer": "formula", "name": self.name, "grid": str(self.grid), "played": self.played,
+            "summary": self._headline(in_gb), "left_out": [point._asdict() for point in self.left_out],
+            **{one.name: one.data() for one in self._equations},
+        }  # fmt: skip
 
     def _headline(self, size: Sizer) -> str:
         """Answer for the size of the arguments, or for the largest square."""
@@ -124,86 +139,34 @@ class Formula(Typeset):
         except ValueError:
             at = self.grid.check(2048, 2048, 1, None)
         tokens = f", {at.tokens} tokens" * bool(at.tokens)
-        equations = self.reserved, self.allocated
-        sizes = [f"{size(one.predict(*at[:3], at.tokens or None))} {one.name}" for one in equations]
-        answer = f"At {at.width}x{at.height}, batch {at.batch}{tokens}: at most {', '.join(sizes)}; {self._besides}."
-        return f"{answer} {self.assumed_card}".rstrip()
+        sizes = [f"{size(one.predict(*at[:3], at.tokens or None))} {one.name}" for one in self._equations]
+        answer = f"At {at.width}x{at.height}, batch {at.batch}{tokens}: at most {', '.join(sizes)}"
+        without = "besides the weights, the input and" if self._request else "everything that the card must hold except"
+        return f"{answer}; {without} a CUDA context. {self.assumed_card}".rstrip()
 
     def _sheet(self, size: Sizer) -> Sheet:
         letters = ["N images", "MP = H*W / 2^20", *["t tokens"] * bool(self.grid.tokens)]
         letters += [f"tile = MP of H and W up to {self.grid.tile}"] * bool(self.grid.tile)
-        equations = self.reserved, self.allocated
-        whole = "; ".join(f"{one.name} by at most {one.excess:.1%}, median {one.median:.1%}" for one in equations)
+        above = [f"{one.name} by at most {one.excess:.1%}, median {one.median:.1%}" for one in self._equations]
         title = f"{self.name}: the largest line, with {', '.join(letters)}."
         notes = [
-            f"The largest line is above the peak: {whole}.",
+            f"The largest line is above the peak: {'; '.join(above)}.",
             f"Sizes: {self.grid}; {self.played} of them were played.",
             "exact: the tensors at the peak, each a polynomial at these sizes, and the most that the allocator adds.",
             "reserved: memory stays for the next phase, so a phase's line counts only if the phase needs more.",
             f"bound: above every size that was played, raised by {RAISED - 1:.1%}; few other sizes lie above.",
             *[f"PyTorch refuses {len(self.left_out)} more sizes. They are left out."] * bool(self.left_out),
         ]
-        lines = [cells for one in equations for cells in one.cells()]
-        return Sheet(self._headline(size), [Columns(HEADER, lines, title=title), Bullets(notes)])
-
-
-class VAEFormula(Formula):
-    """The formula of a VAE's run, with the attributes of `Formula` and one more.
-
-    Attributes
-    ----------
-    closed : ClosedForm
-        The memory allocated at the size of the arguments, tensor by tensor, and at all sizes that peak at the same
-        step. ValueError if there is no such form: for a tiled op, because its peak depends on how H and W fall into
-        tiles; for a peak outside of the model's call; and if too few sizes share the peak to solve for its tensors.
-
-    Examples
-    --------
-    >>> found = formula("sdxl", "encode", "float16").closed
-    >>> found.t, found.predict(832, 1216)
-    (Fraction(6, 1), 1554285056)
-    """
-
-    _besides = "besides the weights, the input and a CUDA context"
-
-    def __init__(self, request: VAERequest):
-        self._request, job, self.assumed_card = request, request.job, request.card.assumed
-        workspace = request.start().workspace  # the sizes share its lookups
-
-        def play(point: Point) -> dict[str, PlayedPeak]:
-            at = replace(job, height=point.height, width=point.width, batch=point.batch)
-            other = replace(request, job=at, workspace=workspace)
-            return {job.op: play_peak(other, other.start())}
-
-        at = Point(job.height, job.width, job.batch)
-        super().__init__(name_of(replace(request, job=replace(job, batch=1))), Grid(tile=job.tile or 0), at, play)
-
-    @functools.cached_property
-    def closed(self) -> ClosedForm:
-        if self._request.job.is_tiled:
-            why = "a tiled peak depends on how H and W fall into tiles"
-            raise ArgumentError("closed", "'encode' or 'decode'", "a tiled op", why)
-        return derive(self._request)
-
-    def _sheet(self, size: Sizer) -> Sheet:
-        sheet = super()._sheet(size)
+        lines = [cells for one in self._equations for cells in one.cells()]
+        sheet = Sheet(self._headline(size), [Columns(HEADER, lines, title=title), Bullets(notes)])
+        if self._request is None:
+            return sheet
         try:
             closed = self.closed._sheet(size)
         except ValueError as error:
             closed = Sheet(f"No closed form of one peak's tensors: {error}.")
         details = (replace(block, detail=True) for block in closed.blocks)
         return replace(sheet, blocks=[*sheet.blocks, Bullets([closed.headline]), *details])
-
-
-@overload
-def formula(model: Any, op: None = None) -> Formula: ...
-
-
-@overload
-def formula(
-    model: Any, op: TiledOp, dtype: Dtype | None = None, runtime: Program = "diffusers", gpu: str | None = None,
-    *, height: int = 1024, width: int = 1024, **settings: Any,
-) -> VAEFormula: ...  # fmt: skip
 
 
 @shared
@@ -226,7 +189,7 @@ def formula(
     dtype, runtime of a VAE : shared
     gpu : shared
     height, width : int
-        The size that the text answers first. `VAEFormula.closed` is the form of its peak.
+        The size that the text answers first. `Formula.closed` is the form of its peak.
     **settings
         The other arguments of `predict`: ``batch`` (of `closed`), ``weights_dtype``, ``cudnn_version``,
         ``torch_version``, ``tile``, ``slicing``, ``memory``, ``workspace``, ``protocol``, ``channels_last``,
@@ -234,7 +197,7 @@ def formula(
 
     Returns
     -------
-    VAEFormula, or Formula for a pipeline
+    Formula
 
     Raises
     ------
@@ -257,4 +220,15 @@ def formula(
         known = "a VAE's name with an op, or what predict_pipeline returns for diffusers"
         raise ArgumentError("model", known, type(model).__name__)
     given = VAEArguments(model, op, height, width, dtype=dtype, runtime=runtime, gpu=gpu, **settings)
-    return VAEFormula(resolve_vae(given))
+    request = resolve_vae(given)
+    job, workspace = request.job, request.start().workspace  # the sizes share its lookups
+
+    def play(point: Point) -> dict[str, PlayedPeak]:
+        at = replace(job, height=point.height, width=point.width, batch=point.batch)
+        other = replace(request, job=at, workspace=workspace)
+        return {job.op: play_peak(other, other.start())}
+
+    name = name_of(replace(request, job=replace(job, batch=1)))
+    found = Formula(name, Grid(tile=job.tile or 0), Point(job.height, job.width, job.batch), play, request)
+    found.assumed_card = request.card.assumed
+    return found

@@ -7,9 +7,8 @@ lowest line above the sizes that were played, raised a little for the other size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -18,15 +17,23 @@ import numpy as np
 from vaemem._common import MIB, distinct, grouped, whole
 from vaemem._errors import ArgumentError
 from vaemem._render import Columns
-from vaemem.prediction.closed import PlayedPeak, solve_in_fractions
-from vaemem.prediction.writing import Polynomial, write_equation, write_function, write_sum
+from vaemem.prediction.closed import PlayedPeak
+from vaemem.prediction.laws import (
+    Law,
+    least_above,
+    solve_law,
+    symbols_at,
+    value_of,
+    write_equation,
+    write_function,
+    write_sum,
+)
 
 GRID_SIDES = range(256, 2049, 64)  # pixels
 RATIO = 4  # the longer side by the shorter one
 BATCHES = range(1, 5)
 MOST_PIXELS = 1 << 23  # in a batch: 2^31 elements with 256 channels, the most channels at full size
 SMALL = 3 << 16  # pixels in a batch; below, workspaces jump from size to size
-COUNTERS = "reserved", "allocated"
 RAISED = 1.03  # factor of a bound above the sizes that were played: of the sizes between, some took 2.5% more
 SPARE = 2  # MiB that blocks may leave unused at sizes that were not played
 TOO_HIGH = 0.4  # excess of a line; above it, try attention's scores or several lines per phase
@@ -44,14 +51,6 @@ class Point(NamedTuple):
     tile: int = 0
 
 
-# Symbols of `SYMBOLS` as numbers: a function of a point, and how many pixels one unit has.
-FACTORS: dict[str, tuple[Callable[..., Any], int]] = {
-    "N": (lambda height, width, batch, tokens, tile: batch, 1),
-    "t": (lambda height, width, batch, tokens, tile: tokens, 1),
-    "MP": (lambda height, width, batch, tokens, tile: height * width, MIB),
-    "(H+W)": (lambda height, width, batch, tokens, tile: height + width, 1),
-    "tile": (lambda height, width, batch, tokens, tile: np.minimum(height, tile) * np.minimum(width, tile), MIB),
-}
 # Powers of a bound. `SQUARES` adds a workspace for one image and attention's scores; `SCORES` adds the scores of an
 # image with its prompt.
 BOUND = "N*MP", "N*tile", "N", "N*t", ""
@@ -62,7 +61,7 @@ POWERS = *SCORES, "t", "N*(H+W)"
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes that an equation or a bound is made for.
+    """The sizes that an equation is made for.
 
     Attributes
     ----------
@@ -70,21 +69,17 @@ class Grid:
         Tokens of the longest prompt; 0 if they make no difference.
     tile : int
         Side of the VAE's tiles; 0 without tiles.
-    sides, batches : sequence of int
-        Heights and widths in pixels, and batches.
-    ratio : int
-        Largest ratio of the longer side to the shorter one.
+    batches : range
+        Numbers of images.
     """
 
     tokens: int = 0
     tile: int = 0
-    sides: Sequence[int] = GRID_SIDES
-    batches: Sequence[int] = BATCHES
-    ratio: int = RATIO
+    batches: range = BATCHES
 
     def __iter__(self) -> Iterator[Point]:
         """Yield every size with the longest prompt."""
-        for batch, height, width in product(self.batches, self.sides, self.sides):
+        for batch, height, width in product(self.batches, GRID_SIDES, GRID_SIDES):
             if self._refusal(point := Point(height, width, batch, self.tokens, self.tile)) is None:
                 yield point
 
@@ -110,13 +105,13 @@ class Grid:
 
     def _refusal(self, point: Point) -> ArgumentError | None:
         height, width, batch = point[:3]
-        spans = {"height": self.sides, "width": self.sides, "batch": self.batches}
+        spans = {"height": GRID_SIDES, "width": GRID_SIDES, "batch": self.batches}
         spans |= {"tokens": range(1, self.tokens + 1)} if self.tokens else {}
         for name, span in spans.items():
             if not span[0] <= (value := getattr(point, name)) <= span[-1]:
                 return ArgumentError(name.replace("tokens", "prompt_tokens"), f"{span[0]} to {span[-1]}", str(value))
-        if max(height, width) > self.ratio * min(height, width):
-            return ArgumentError("height, width", f"sides up to {self.ratio}:1", f"{height}x{width}")
+        if max(height, width) > RATIO * min(height, width):
+            return ArgumentError("height, width", f"sides up to {RATIO}:1", f"{height}x{width}")
         if batch * height * width >= MOST_PIXELS:
             wanted = f"less than {MOST_PIXELS >> 20} * 2^20 pixels in all"
             return ArgumentError("batch", wanted, f"{batch} of {height}x{width}")
@@ -139,7 +134,7 @@ class PhaseLine(NamedTuple):
     kind : str
         ``"exact"``: the sum of the tensors at the peak, each a polynomial, and the most that the allocator adds.
         ``"bound"``: a line above every size that was played.
-    law : dict of str to (float or Fraction)
+    law : dict of str to float
         MiB by power: ``"N*MP"``, ``"N"``, ``""`` ...
     excess, median : float
         Largest and median excess over the sizes that were played, as a share of the peak.
@@ -151,21 +146,20 @@ class PhaseLine(NamedTuple):
 
     phase: str
     kind: str
-    law: Polynomial
+    law: Mapping[str, float]
     excess: float
     median: float
     where: str
-    terms: Mapping[str, Polynomial]
+    terms: Mapping[str, Law]
 
     def mebibytes(self, point: Point) -> float:
-        return float(sum(float(value) * _value(power, point) for power, value in self.law.items()))
+        return float(value_of(self.law, symbols_at(*point)))
 
     def equation(self) -> str:
         """Return the law in MiB: ``2434 N*MP + 2108``."""
         return write_sum(self.law)
 
 
-@dataclass(frozen=True, repr=False)
 class Equation:
     """The bytes of a peak: the largest of its lines.
 
@@ -181,11 +175,22 @@ class Equation:
         Largest and median excess of the largest line over the peak of all phases, at the sizes that were played.
     """
 
-    name: str
-    lines: tuple[PhaseLine, ...]
-    grid: Grid
-    excess: float
-    median: float
+    def __init__(self, name: str, grid: Grid, played: Mapping[Point, Mapping[str, PlayedPeak]]):
+        """Solve for the lines from the phases' peaks at the sizes that were played.
+
+        Reserved memory stays for the next phase. Therefore a phase's line of `reserved` holds at the sizes at which the
+        phase needs more than all phases before it.
+        """
+        lines, most = list[PhaseLine](), dict.fromkeys(played, 0)
+        for phase in next(iter(played.values())):
+            peaks = {point: one[phase] for point, one in played.items()}
+            sizes = {point: getattr(peak, name) for point, peak in peaks.items()}
+            mine = [(point, peaks[point]) for point in sizes if sizes[point] > most[point] or name == "allocated"]
+            lines += _Sizes(phase, name, mine).lines() if mine else []
+            most = {point: max(size, most[point]) for point, size in sizes.items()}
+        self.name, self.grid, self.lines = name, grid, tuple(lines)
+        at = symbols_at(*np.array([*most], dtype=float).T)
+        self.excess, self.median = _excess(lines, at, np.array([*most.values()]) / MIB)
 
     def predict(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
         """Return bytes. By default the prompt is the longest. ValueError outside of the grid's ends."""
@@ -229,8 +234,8 @@ class Equation:
         """Return the equation for JSON."""
         lines = [
             {name: getattr(line, name) for name in ("phase", "kind", "excess", "median", "where")} | {
-                "equation_mib": line.equation(), "law_mib": _floats(line.law),
-                "terms_mib": {name: _floats(law) for name, law in line.terms.items()},
+                "equation_mib": line.equation(), "law_mib": _named(line.law),
+                "terms_mib": {name: _named(law) for name, law in line.terms.items()},
             }
             for line in self.lines
         ]  # fmt: skip
@@ -240,26 +245,10 @@ class Equation:
 HEADER = "phase", "counter", "MiB", "kind", "excess", "median"
 
 
-def solve(name: str, grid: Grid, played: Mapping[Point, Mapping[str, PlayedPeak]]) -> Equation:
-    """Solve for the equation of a counter from the phases' peaks at the sizes that were played.
-
-    Reserved memory stays for the next phase. Therefore a phase's line of `reserved` holds at the sizes at which the
-    phase needs more than all phases before it.
-    """
-    lines, most = list[PhaseLine](), dict.fromkeys(played, 0)
-    for phase in next(iter(played.values())):
-        sizes = {point: getattr(peaks[phase], name) for point, peaks in played.items()}
-        mine = [point for point, size in sizes.items() if size > most[point] or name == "allocated"]
-        if mine:
-            lines += _Sizes(phase, name, mine, [played[point][phase] for point in mine]).lines()
-        most = {point: max(size, most[point]) for point, size in sizes.items()}
-    return Equation(name, tuple(lines), grid, *_excess(lines, [*most], np.array([*most.values()]) / MIB))
-
-
-def _excess(lines: Sequence[PhaseLine], points: Sequence[Point], sizes: np.ndarray) -> tuple[float, float]:
+def _excess(lines: Sequence[PhaseLine], at: Mapping[str, Any], sizes: np.ndarray) -> tuple[float, float]:
     """Return the largest and the median excess of the largest line over the sizes."""
-    above = np.array([max(line.mebibytes(point) for line in lines) for point in points]) / sizes - 1
-    return float(above.max()), float(np.median(above[_usual(points)]))
+    above = np.max([value_of(line.law, at) for line in lines], 0) / sizes - 1
+    return float(above.max()), float(np.median(above[_usual(at)]))
 
 
 def _uncovered(lines: Sequence[PhaseLine]) -> list[PhaseLine]:
@@ -275,44 +264,37 @@ def _uncovered(lines: Sequence[PhaseLine]) -> list[PhaseLine]:
     return kept
 
 
-def _usual(points: Sequence[Point]) -> np.ndarray:
+def _usual(at: Mapping[str, Any]) -> np.ndarray:
     """Mark all sizes but the smallest, which are played more densely; mark all if there are no larger ones."""
-    large = np.array([point.batch * point.height * point.width > SMALL for point in points])
+    large: np.ndarray = at["N"] * at["HW"] > SMALL
     return large if large.any() else ~large
 
 
 class _Sizes:
     """MiB of a phase at the points that were played, to solve for its line."""
 
-    def __init__(
-        self, phase: str, counter: str, points: Sequence[Point], peaks: Sequence[PlayedPeak], alone: bool = False
-    ):
+    def __init__(self, phase: str, counter: str, played: Sequence[tuple[Point, PlayedPeak]], alone: bool = False):
         """alone: the sizes are of one image, so the powers have no N."""
-        self.phase, self.counter, self.points, self.peaks, self.alone = phase, counter, points, peaks, alone
-        self.sizes = np.array([getattr(peak, counter) for peak in peaks], dtype=float) / MIB
-        columns = Point(*np.array(points, dtype=float).T)
-        ones = np.ones(len(points))
-        found = {power: ones * _value(power, columns) for power in self._powers(POWERS)}
-        is_known = {name: len({getattr(point, name) for point in points}) > 1 for name in ("tokens", "tile")}
-        is_known["tile"] = points[0].tile > 0
-        self.columns = {
-            power: column for power, column in found.items()
-            if (is_known["tokens"] or "t" not in power.split("*")) and (is_known["tile"] or "tile" not in power)
-        }  # fmt: skip
+        self.phase, self.counter, self.played, self.alone = phase, counter, played, alone
+        self.peaks = [peak for _, peak in played]
+        self.sizes = np.array([getattr(peak, counter) for peak in self.peaks], dtype=float) / MIB
+        self.at = symbols_at(*np.array([point for point, _ in played], dtype=float).T)
+        self.differs = {"t": np.ptp(self.at["t"]) > 0, "tile": self.at["tile"].any()}
+        self.columns = {power: value_of({power: 1.0}, self.at) for power in self._powers(POWERS)}
 
-    def _powers(self, powers: Sequence[str]) -> Sequence[str]:
-        if not self.alone:
-            return powers
-        return distinct("*".join(name for name in power.split("*") if name != "N") for power in powers)
+    def _powers(self, powers: Sequence[str]) -> list[str]:
+        """Return the powers that make a difference at these sizes."""
+        split = [power.split("*") for power in powers]
+        named = ["*".join(name for name in names if name != "N" or not self.alone) for names in split]
+        return distinct(power for power in named if all(self.differs.get(name, True) for name in power.split("*")))
 
-    def _some(self, name: str, some: Iterable[tuple[Point, PlayedPeak]], alone: bool = False) -> _Sizes:
-        points, peaks = map(list, zip(*some, strict=True))
-        return _Sizes(f"{self.phase}, {name}", self.counter, points, peaks, alone)
+    def _some(self, name: str, some: Sequence[tuple[Point, PlayedPeak]], alone: bool = False) -> _Sizes:
+        return _Sizes(f"{self.phase}, {name}", self.counter, some, alone)
 
     def _by_batch(self) -> list[_Sizes]:
         """Split off the sizes of one image if it never peaks as batches do. A line for both would be too high for
         batches: they take less per image."""
-        parts = grouped(zip(self.points, self.peaks, strict=True), lambda one: one[0].batch == 1)
+        parts = grouped(self.played, lambda one: one[0].batch == 1)
         keys = [{peak.key for _, peak in some} for some in parts.values()]
         if len(keys) < 2 or not keys[0].isdisjoint(keys[1]):
             return [self]
@@ -321,112 +303,69 @@ class _Sizes:
     def lines(self) -> list[PhaseLine]:
         """Return one line, or one for each place of the peak if that is closer and one line is too high."""
         lines = [part.line() for part in self._by_batch()]
-        places = grouped(zip(self.points, self.peaks, strict=True), lambda one: one[1].where)
+        places = grouped(self.played, lambda one: one[1].where)
         if max(line.excess for line in lines) <= TOO_HIGH or len(places) == 1:
             return lines
         parts = [self._some(where.rpartition(" [")[2].rstrip("]"), some) for where, some in places.items()]
         split = _uncovered([part.line() for place in parts for part in place._by_batch()])
-        return min(lines, split, key=lambda lines: _excess(lines, self.points, self.sizes)[0])
+        return min(lines, split, key=lambda lines: _excess(lines, self.at, self.sizes)[0])
 
     def line(self) -> PhaseLine:
         where = max(grouped(self.peaks, lambda peak: peak.where).items(), key=lambda item: len(item[1]))[0]
-        law, terms = (self._exact() if self.counter == "allocated" else None) or (None, {})
-        kind = "exact" if law else "bound"
-        law = law or min(map(self._bound, (BOUND, SQUARES, SCORES)), key=self._too_high)
-        line = PhaseLine(self.phase, kind, law, 0.0, 0.0, where, terms)
-        excess, median = _excess([line], self.points, self.sizes)
+        terms = self._tensors() if self.counter == "allocated" else {}
+        law = self._sum(terms) if terms else min(map(self._bound, (BOUND, SQUARES, SCORES)), key=self._too_high)
+        line = PhaseLine(self.phase, "exact" if terms else "bound", law, 0.0, 0.0, where, terms)
+        excess, median = _excess([line], self.at, self.sizes)
         return line._replace(excess=excess, median=median)
 
-    def _too_high(self, law: Polynomial) -> float:
+    def _too_high(self, law: Law) -> float:
         """Return the largest excess of a law, at least `TOO_HIGH`: all laws below it are equally good."""
-        return max(TOO_HIGH, float((self._values(law) / self.sizes).max()) - 1)
-
-    def _values(self, law: Polynomial) -> np.ndarray:
-        values = np.zeros(len(self.sizes))
-        for power, value in law.items():
-            values += float(value) * self.columns[power]
-        return values
+        return max(TOO_HIGH, float((value_of(law, self.at) / self.sizes).max()) - 1)
 
     def _bound(self, powers: Sequence[str]) -> dict[str, float]:
         """Return the lowest line above the sizes. Its coefficients are rounded up to the digits that are shown."""
         if np.ptp(self.sizes) == 0:
             return {"": float(self.sizes[0])}
-        powers = [power for power in self._powers(powers) if power in self.columns]
-        usual = _usual(self.points)
-        columns = np.stack([self.columns[power] for power in powers], 1)
-        found = least_above(columns, self.sizes, usual / usual.sum())
-        law = {power: _rounded_up(value * RAISED) for power, value in zip(powers, found, strict=True)}
+        usual = _usual(self.at)
+        found = least_above(self._powers(powers), self.at, self.sizes, usual / usual.sum())
+        law = {power: _rounded_up(value * RAISED) for power, value in found.items()}
         kept = self._large(law)
         lacking = sum(float(self.columns[power].max()) * value for power, value in law.items() if power not in kept)
         return self._large(kept | {"": _rounded_up(law[""] + lacking)})
 
-    def _exact(self) -> tuple[Polynomial, Mapping[str, Polynomial]] | None:
-        """Return the sum of the tensors at the peak with the most that the allocator adds, and each tensor's law.
-        Return None if the tensors differ from size to size, or if one of them is no polynomial."""
-        tensors = self.peaks[-1].tensors
-        if not tensors or any(peak.key != self.peaks[-1].key for peak in self.peaks):
-            return None
-        terms = dict[str, Polynomial]()
-        for name in sorted(tensors, key=lambda name: (-tensors[name], name)):
-            law = self._tensor(np.array([peak.tensors[name] for peak in self.peaks], dtype=float))
-            if law is None:
-                return None
-            terms[name] = law
-        total = self._large(
-            {power: sum((law.get(power, Fraction(0)) for law in terms.values()), Fraction(0)) for power in self.columns}
-        )
-        added = float((self.sizes - self._values(total)).max())
-        return total | {"": Fraction(math.ceil(total.get("", 0) + added) + SPARE)}, terms
-
-    def _large(self, law: Mapping[str, Any]) -> dict[str, Any]:
+    def _large(self, law: dict[str, float]) -> dict[str, float]:
         """Drop the powers that add less than 0.1 MiB everywhere."""
         return {power: one for power, one in law.items() if abs(one) * self.columns[power].max() >= 0.1}
 
-    def _tensor(self, sizes: np.ndarray) -> dict[str, Fraction] | None:
+    def _tensors(self) -> dict[str, Law]:
+        """Return the law of each tensor at the peak, in MiB. Return none if the tensors differ from size to size, or if
+        one of them is no polynomial."""
+        tensors, terms = self.peaks[-1].tensors, dict[str, Law]()
+        if any(peak.key != self.peaks[-1].key for peak in self.peaks):
+            return {}
+        for name in sorted(tensors, key=lambda name: (-tensors[name], name)):
+            law = self._tensor(np.array([peak.tensors[name] for peak in self.peaks], dtype=float))
+            if law is None:
+                return {}
+            terms[name] = law
+        return terms
+
+    def _tensor(self, sizes: np.ndarray) -> Law | None:
         """Return the polynomial with the fewest powers that gives a tensor's bytes at every point, if there is one."""
+        in_pixels = self.at | {"MP": self.at["HW"], "tile": self.at["cut"]}
         for powers in (some for count in (1, 2, 3) for some in combinations(self.columns, count)):
-            units = [math.prod(FACTORS[name][1] for name in power.split("*") if name) for power in powers]
-            matrix = np.stack([self.columns[power] * unit for power, unit in zip(powers, units, strict=True)], 1)
-            found = solve_in_fractions(matrix, sizes)
-            if np.abs(matrix @ np.array([float(one) for one in found]) - sizes).max() < 1:
-                return {p: one * unit / MIB for p, one, unit in zip(powers, found, units, strict=True) if one}
+            law = solve_law(powers, in_pixels, sizes)
+            if np.abs(value_of(law, in_pixels) - sizes).max() < 1:
+                units = {power: float(MIB) ** (power.count("MP") + power.count("tile") - 1) for power in law}
+                return {power: one * units[power] for power, one in law.items() if one}
         return None
 
-
-def least_above(columns: np.ndarray, sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the coefficients of the columns, none below 0, of the lowest sum above all sizes.
-
-    Lowest means the smallest sum of the weighted relative excesses and the largest one. The simplex method solves the
-    dual program, which has few rows.
-    """
-    shares = columns / sizes[:, None]
-    scale = np.maximum(shares.max(0), np.finfo(float).tiny)
-    shares = shares / scale
-    count, width = shares.shape
-    cost = np.append(weights @ shares, 1)  # of each coefficient, and of the largest excess
-    at_least, at_most = np.hstack([shares, np.zeros((count, 1))]), np.hstack([-shares, np.ones((count, 1))])
-    table = np.hstack([at_least.T, at_most.T, np.eye(width + 1), cost[:, None]])
-    gain = np.concatenate([np.ones(count), np.zeros(count + width + 2)])
-    for _ in range(100 * width):
-        enters = int(gain[:-1].argmax())
-        if gain[enters] <= 1e-10:
-            break
-        column = table[:, enters]
-        room = np.divide(table[:, -1], column, out=np.full(width + 1, math.inf), where=column > 1e-11)
-        leaves = int(room.argmin())
-        table[leaves] /= column[leaves]
-        others = np.arange(width + 1) != leaves
-        table[others] -= np.outer(table[others, enters], table[leaves])
-        gain = gain - gain[enters] * table[leaves]
-    found = np.maximum(-gain[2 * count : 2 * count + width], 0) / scale
-    law: np.ndarray = found / (columns @ found / sizes).min()
-    return law
-
-
-def _value(power: str, point: Any) -> Any:
-    """Return a power at a point, or at columns of points."""
-    factors = [FACTORS[name] for name in power.split("*") if name]
-    return math.prod((value(*point) / unit for value, unit in factors), start=1.0)
+    def _sum(self, terms: Mapping[str, Law]) -> dict[str, float]:
+        """Return the sum of tensors, with the most that the allocator adds."""
+        laws = [*terms.values()]
+        total = self._large({power: sum(law.get(power, 0.0) for law in laws) for power in self.columns})
+        added = float((self.sizes - value_of(total, self.at)).max())
+        return total | {"": float(math.ceil(total.get("", 0) + added) + SPARE)}
 
 
 def _rounded_up(value: float) -> float:
@@ -437,5 +376,5 @@ def _rounded_up(value: float) -> float:
     return float(f"{math.ceil(value / unit - 1e-9) * unit:.{DIGITS + 2}g}")
 
 
-def _floats(law: Polynomial) -> dict[str, float]:
-    return {power or "1": float(value) for power, value in law.items()}
+def _named(law: Law) -> dict[str, float]:
+    return {power or "1": number for power, number in law.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 from vaemem._common import ELEMENT_BYTES, MIB, MOST_SIDE, choose, chosen, grouped, meant, mib, need, real
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
+from vaemem.prediction.laws import write_equation, write_function
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_ran, check_complete, differing, in_words
 
 KEY = ("model", "op", "phase", "dtype", "tile", "tile_overlap", "runtime", "way", "device", "batch", "tokens")
@@ -133,19 +133,15 @@ class FittedLine(Typeset):
     def python(self) -> str:
         """Write `predict` as a Python function of height, width and element_bytes (needs `math`)."""
         call = "" if self.target == "seconds" else "round" if self.quantile is None else "math.ceil"
-        function = re.sub(r"\W+", "_", f"{self.name}_{self.target}")
-        function = f"_{function}" if function[0].isdigit() else function
-        return (
-            f"def {function}(height, width, element_bytes={ELEMENT_BYTES[self.rows[0].dtype]}):\n"
-            f'    """{self._summary()}"""\n'
-            f"    return {call}({self.a!r} * (height * width * element_bytes) + {self.b!r})\n"
-        )
+        arguments = f"height, width, element_bytes={ELEMENT_BYTES[self.rows[0].dtype]}"
+        line = f"return {call}({self.a!r} * (height * width * element_bytes) + {self.b!r})"
+        return write_function(f"{self.name}_{self.target}", arguments, self._summary(), [line])
 
     def latex(self) -> str:
         """Return the formula as a LaTeX equation body, standard errors included."""
-        names = rf"{self.target.removesuffix('_bytes')}, {self.name}".replace("_", r"\_")
         b = f"{'-' if self.b < 0 else '+'} {_pm(abs(self.b), self.b_error)}"
-        return rf"M_{{\text{{{names}}}}} &= {_pm(self.a, self.a_error)}\,H W e {b}"
+        name = f"{self.target.removesuffix('_bytes')}, {self.name}"
+        return write_equation(name, rf"{_pm(self.a, self.a_error)}\,H W e {b}")
 
     def _data(self) -> dict[str, Any]:
         names = ("n", "max_over", "max_under", "constant_median", "constant_max")
