@@ -15,9 +15,9 @@ import vaemem
 ROOT = Path(__file__).parent.parent
 # Folders and the files between them; each may use what stands before it, and the files of its own folder.
 ORDER = (
-    "_types", "_core", "_cuda", "_errors", "_common", "_render", "_script", "_arguments", "engine", "datasets",
-    "_handmade", "prediction", "sdcpp", "pipelines", "tables", "out_of_memory", "plot", "reports", "pytorch", "nodes",
-    "_demo", "__init__", "cli", "__main__",
+    "_types", "_core", "_cuda", "_errors", "_numpy", "_common", "_render", "_script", "_arguments", "engine",
+    "datasets", "_handmade", "prediction", "sdcpp", "pipelines", "tables", "out_of_memory", "plot", "reports",
+    "pytorch", "nodes", "_demo", "__init__", "cli", "__main__",
 )  # fmt: skip
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "vaemem").rglob("*.py")}
 MODULES = {name.removesuffix(".__init__") for name in FILES} | {"vaemem._core", "vaemem._cuda"}

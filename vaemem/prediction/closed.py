@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from vaemem._common import ELEMENT_BYTES, MIB, distinct, whole
 from vaemem._errors import ArgumentError
+from vaemem._numpy import np
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import VAERequest

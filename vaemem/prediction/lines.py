@@ -13,10 +13,9 @@ from fractions import Fraction
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from vaemem._common import MIB, distinct, grouped, whole
 from vaemem._errors import ArgumentError
+from vaemem._numpy import np
 from vaemem._render import Columns
 from vaemem.prediction.closed import PlayedPeak, solve_in_fractions
 from vaemem.prediction.writing import Polynomial, write_equation, write_function, write_sum
