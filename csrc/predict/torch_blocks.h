@@ -134,6 +134,8 @@ struct vm_talloc {
     size_t history_size, history_used;
 };
 
+/* Reserves elements, and room for `live` blocks in the table. */
+vm_status ta_reserve(vm_talloc *a, size_t elements, size_t live);
 /* Reserves every element that the next operation may need, so that it cannot fail half-way. */
 vm_status ta_make_room(vm_talloc *a);
 /* Returns: a spare element, zeroed except its priority and the trees' fields. Requires ta_make_room. */

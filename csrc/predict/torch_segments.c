@@ -133,6 +133,51 @@ void ta_segment_drop(vm_talloc *a, block *only) {
     ta_recycle(a, only);
 }
 
+/* Copies the blocks of a segment. */
+static void copy_segment(vm_talloc *copy, const segment *of) {
+    segment *const s = ta_element(copy);
+    s->node.address = of->node.address;
+    s->node.size = of->node.size;
+    ta_insert(&copy->segments, &s->node);
+    block **next = &s->first, *prev = NULL;
+    for (const block *b = of->first; b; b = b->next) {
+        block *const c = *next = ta_element(copy);
+        const uint32_t priority = c->node.priority;
+        *c = *b;
+        c->node.priority = priority;
+        c->prev = prev;
+        c->next = NULL;
+        c->segment = s;
+        if (b->state == VM_TALLOC_LIVE)
+            ta_table_add(copy, c);
+        else
+            ta_insert(&ta_pool(copy, c)->cached, &c->node);
+        prev = c;
+        next = &c->next;
+    }
+}
+
+vm_status vm_talloc_copy(const vm_talloc *a, uint64_t total_memory, vm_talloc **out) {
+    const size_t blocks = a->table_used + a->pools[0].cached.count + a->pools[1].cached.count;
+    vm_talloc_config c = a->config;
+    c.total_memory = total_memory;
+    c.reservation = 0;
+    vm_status s = vm_talloc_new(&c, out);
+    if (!s) s = ta_reserve(*out, a->segments.count + blocks, a->table_used);
+    if (s) {
+        vm_talloc_delete(*out);
+        *out = NULL;
+        return s;
+    }
+    for (const node *n = ta_next(&a->segments, NULL, 0); n; n = ta_next(&a->segments, n, 0))
+        copy_segment(*out, (const segment *)n);
+    (*out)->stats = a->stats;
+    (*out)->next_address = a->next_address;
+    (*out)->placed = a->placed;
+    (*out)->tag = a->tag;
+    return VM_OK;
+}
+
 void ta_release(vm_talloc *a, block *b) {
     a->stats.num_device_free++;
     ta_record(a, VM_TALLOC_SEGMENT_FREE, b->node.address, b->node.size, b->node.stream, a->tag);
