@@ -278,9 +278,9 @@ class Program(StandIn):
 # ---- scripts and plays ----
 
 
-def curve(of: Any) -> str:
-    """Of an array its length, its most and a sum in which the order counts."""
-    of = np.asarray(of, np.uint64)
+def curve(column: Any) -> str:
+    """Of a column its length, its most and a sum in which the order counts."""
+    of = np.asarray(column.tolist(), np.uint64)
     sums = of * (np.arange(len(of), dtype=np.uint64) * np.uint64(2) + np.uint64(1))
     return listed("", (len(of), max(of, default=0), sums.sum(dtype=np.uint64)))
 

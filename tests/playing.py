@@ -1,5 +1,7 @@
 """A script that is played on a simulated device while it is written: the core's objects without their wrapper."""
 
+import numpy as np
+
 from vaemem import _core
 
 
@@ -35,7 +37,7 @@ class Playing:
 
     def call(self, *given):
         """({id: handle} of what stays, bytes allocated and reserved at each step's height)."""
-        return self.play.call(*given), *self.play.heights
+        return self.play.call(*given), *(np.array(one.tolist(), np.uint64) for one in self.play.heights)
 
     def empty_cache(self):
         self.script.empty_cache()

@@ -71,7 +71,7 @@ class Counters:
 
     def peak(self, name):
         _, (_, *heights) = self._play()
-        return max(self.least[name], *map(int, heights[name == "reserved"][self.since :]), 0)
+        return max(self.least[name], *heights[name == "reserved"].tolist()[self.since :], 0)
 
 
 class NoWorkspace:

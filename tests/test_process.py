@@ -273,6 +273,57 @@ def test_again_of_many_at_once(conf):
     assert len({tuple(most) for most in alone}) > 3 and all(most[3] == 0 for most in alone)
 
 
+def least_by_whole_plays(core, low, high):
+    """The bisection of csrc/predict/judge.c, each play from the script's start."""
+
+    def fits(pages):
+        return core.elsewhere(CachingAllocator(history=False, total_memory=max(pages, 1) << 21))[1] is None
+
+    little, enough = low >> 21, high >> 21
+    assert fits(enough)
+    while enough - little > 1:
+        middle = (little + enough) // 2
+        little, enough = (little, middle) if fits(middle) else (middle, enough)
+    return enough << 21
+
+
+@pytest.mark.parametrize("use", ["each", "kept", "shared"])
+@pytest.mark.parametrize("seed", range(6))
+def test_least_begins_late(seed, use):
+    """A search begins its plays where too little memory begins to matter. It finds what whole plays find, or it says
+    that this machine has no memory."""
+    r = random.Random(seed)
+    core = Playing(CachingAllocator(history=False), **BLAS, cublaslt_use=use)
+    traces, held = [a_trace(r) for _ in range(3)], core.take("held", [r.randint(1, 1 << 24) for _ in range(40)])
+    takes = {conv: r.randint(0, 1 << r.choice((12, 20, 27))) for trace in traces for conv in trace.convs}
+    for trace in (*traces, *traces):
+        core.reset_peak()
+        wanted = [takes[conv] for conv in trace.convs]
+        left, *_ = core.call(trace, wanted, [size // 2 for size in wanted])
+        core.give(left.values())
+        core.read("")
+        gone = r.sample(held, 5)
+        held = [one for one in held if one not in gone] + core.take("more", [r.randint(1, 1 << 25) for _ in range(4)])
+        core.give(gone)
+        core.empty_cache() if r.random() < 0.4 else None
+        copied = held[:3]
+        core.replace("weights", copied, [r.randint(1, 1 << 22) for _ in copied])
+        held[:3] = copied
+    high = core.most_reserved
+    for low in (0, max(reading[-2] for reading in core.readings), high - (2 << 20)):
+        assert core.least(False, low, high) == least_by_whole_plays(core, low, high)
+    want, n, done = core.least(False, 0, high), 1, False
+    while not done:
+        _core.fail_alloc_at(n)
+        try:
+            assert core.least(False, 0, high) == want
+            done = _core.fail_alloc_at(0) > 0
+        except MemoryError:
+            assert _core.fail_alloc_at(0) == 0
+        n += 1 if n < 60 else n // 8
+    assert n > 20
+
+
 @pytest.mark.parametrize("use", ["each", "kept", "shared"])
 @pytest.mark.parametrize("runtime, side", [("comfyui", 640), ("diffusers", 768)])
 @pytest.mark.parametrize("mib", [0, 350, 280, 200])

@@ -15,7 +15,8 @@ import vaemem
 ROOT = Path(__file__).parent.parent
 # Folders and the files between them; each may use what stands before it, and the files of its own folder.
 ORDER = (
-    "_types", "_core", "_cuda", "_errors", "_common", "_saving", "_render", "_script", "_arguments", "engine",
+    "_types", "_core", "_cuda", "_errors", "_numpy", "_common", "_saving", "_render", "_script", "_arguments",
+    "engine",
     "datasets", "_handmade", "prediction", "sdcpp", "pipelines", "tables", "out_of_memory", "plot", "reports",
     "pytorch", "nodes", "_demo", "__init__", "cli", "__main__",
 )  # fmt: skip

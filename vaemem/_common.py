@@ -146,6 +146,8 @@ def flag(argument: str, value: Any) -> bool:
 
 def whole(argument: str, value: Any, least: int = 1, most: float = math.inf) -> int:
     """Return the value as an int, also NumPy's integers; ArgumentError unless it is from `least` to `most`."""
+    if type(value) is int and least <= value <= most:
+        return value
     try:
         number = least - 1 if is_truth(value) else operator.index(value)
     except TypeError:

@@ -224,11 +224,14 @@ class Script:
     def read(self, name: str, /) -> None: ...
     def bytes_of(self, storage: int, /) -> int: ...
 
+class Column:
+    def tolist(self) -> list[int]: ...
+
 class Play:
     refused: int
     most_reserved: int
     # Bytes allocated and reserved at the height of each step of the last call.
-    heights: tuple[NDArray[np.uint64], NDArray[np.uint64]]
+    heights: tuple[Column, Column]
     # (since, until) in events; allocated and reserved at the reset, the same at the peak.
     readings: list[tuple[tuple[int, int], int, int, int, int]]
     def __new__(

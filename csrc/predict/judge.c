@@ -86,7 +86,9 @@ typedef struct tried {
 
 typedef struct search {
     const vm_play *p;
-    bool first_only, same; /* same: a device that is no larger than needed changes nothing */
+    vm_play *begun; /* NULL, or p again, up to the first event for which `low` bytes are too few: every try goes on */
+    uint64_t low;   /* from there, if a device that is no larger than needed changes nothing */
+    bool first_only;
     tried *tried;
     size_t count;
 } search;
@@ -106,7 +108,10 @@ static tried outcome(const vm_play *p) {
 static vm_status try(const search *s, uint64_t capacity, tried *out) {
     size_t taken;
     vm_play *p;
-    vm_status status = vm_play_elsewhere(s->p, NULL, capacity, s->first_only, &p);
+    vm_status status = s->begun ? vm_play_up_to(s->begun, s->p, s->low) : VM_OK;
+    if (status) return status;
+    status =
+        s->begun ? vm_play_branch(s->begun, capacity, &p) : vm_play_elsewhere(s->p, NULL, capacity, s->first_only, &p);
     if (status) return status;
     status = vm_play_run(p, &taken);
     if (!status || vm_play_oom(p)) {
@@ -119,7 +124,7 @@ static vm_status try(const search *s, uint64_t capacity, tried *out) {
 
 static vm_status fits(search *s, uint64_t capacity, bool *out) {
     const tried *found = NULL;
-    for (size_t i = 0; i < s->count && s->same && !found; i++) {
+    for (size_t i = 0; i < s->count && s->begun && !found; i++) {
         const tried *t = &s->tried[i];
         if (t->most <= capacity && (!t->refused || capacity < t->refused)) found = t;
     }
@@ -134,10 +139,12 @@ static vm_status fits(search *s, uint64_t capacity, bool *out) {
 }
 
 vm_status vm_judge_least(const vm_play *p, bool first_only, uint64_t low, uint64_t high, uint64_t *least) {
-    search s = {.p = p, .first_only = first_only, .same = vm_talloc_is_plain(vm_play_device(p)) && !vm_play_walked(p)};
+    search s = {.p = p, .first_only = first_only};
     uint64_t little = low < high ? low / PAGE : 0, enough = high / PAGE; /* in pages */
     bool is = false;
     vm_status status = vm_scratch_grow(&s.tried, 0, sizeof *s.tried);
+    if (!status && vm_talloc_is_plain(vm_play_device(p)) && !vm_play_walked(p))
+        status = vm_play_elsewhere(p, NULL, 0, first_only, &s.begun);
     if (!status) s.tried[s.count++] = outcome(p); /* the device with enough room */
     if (!status) status = fits(&s, enough * PAGE, &is);
     while (!status && !is) { /* `high` may be too little: with more room A1111 splits its attention less */
@@ -148,6 +155,7 @@ vm_status vm_judge_least(const vm_play *p, bool first_only, uint64_t low, uint64
     }
     while (!status && enough - little > 1) {
         const uint64_t middle = (little + enough) / 2;
+        s.low = little * PAGE;
         status = fits(&s, middle * PAGE, &is);
         if (is)
             enough = middle;
@@ -155,6 +163,7 @@ vm_status vm_judge_least(const vm_play *p, bool first_only, uint64_t low, uint64
             little = middle;
     }
     *least = enough * PAGE;
+    vm_play_free(s.begun);
     vm_scratch_free(s.tried);
     return status;
 }

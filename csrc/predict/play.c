@@ -27,6 +27,7 @@ void vm_play_free(vm_play *p) {
     if (!p) return;
     for (size_t i = 0; i < p->walks; i++) vm_called_free(&p->walked[i].called);
     vm_scratch_free(p->walked);
+    vm_scratch_free(p->reached);
     vm_scratch_free(p->stored);
     vm_scratch_free(p->address);
     vm_scratch_free(p->workspaces);
@@ -126,6 +127,42 @@ vm_status vm_play_elsewhere(const vm_play *like, vm_talloc *talloc, uint64_t mem
     if (!s) return VM_OK;
     vm_play_free(*out);
     *out = NULL;
+    return s;
+}
+
+/* Copies an array that grows. */
+static vm_status copy_array(void *copy, const void *of, size_t count, size_t item_bytes) {
+    const vm_status s = vm_scratch_new(vm_mem_capacity(count), item_bytes, copy);
+    if (!s && count) memcpy(*(void **)copy, of, count * item_bytes);
+    return s;
+}
+
+vm_status vm_play_branch(const vm_play *p, uint64_t memory, vm_play **out) {
+    vm_talloc *talloc;
+    vm_play *c;
+    *out = NULL;
+    vm_status s = vm_talloc_copy(p->talloc, memory, &talloc);
+    if (s) return s;
+    if ((s = vm_play_new(p->script, talloc, &p->blas, memory, &c))) {
+        vm_talloc_delete(talloc);
+        return s;
+    }
+    *c = *p;
+    c->talloc = c->owned = talloc;
+    c->memory = memory;
+    c->address = NULL, c->ids = 0; /* no call is in progress */
+    c->heights = (vm_heights){0};
+    c->notes_heights = false;
+    c->reached = NULL, c->stored = NULL, c->workspaces = NULL, c->reading = NULL, c->reading_peak = NULL;
+    s = copy_array(&c->reached, p->reached, p->event, sizeof *p->reached);
+    if (!s) s = copy_array(&c->stored, p->stored, p->storages, sizeof *p->stored);
+    if (!s) s = copy_array(&c->workspaces, p->workspaces, p->convs, sizeof *p->workspaces);
+    if (!s) s = copy_array(&c->reading, p->reading, p->readings, sizeof *p->reading);
+    if (!s) s = copy_array(&c->reading_peak, p->reading_peak, p->readings, sizeof *p->reading_peak);
+    if (s)
+        vm_play_free(c);
+    else
+        *out = c;
     return s;
 }
 
@@ -304,16 +341,27 @@ static vm_status play_event(vm_play *p, const vm_event *e, size_t *taken) {
     }
 }
 
-vm_status vm_play_run(vm_play *p, size_t *taken) {
+/* Plays the events before number `until` that were not played yet. */
+static vm_status play_until(vm_play *p, size_t until, size_t *taken) {
     vm_status s = make_room(p);
     *taken = 0;
     p->full = false;
-    for (; !s && p->event < p->script->events; p->event++) {
+    for (; !s && p->event < until; p->event++) {
+        if ((s = vm_scratch_grow(&p->reached, p->event, sizeof *p->reached))) break;
         s = play_event(p, &p->script->event[p->event], taken);
         const vm_talloc_oom *const oom = s == VM_ENOMEM && !p->full ? vm_talloc_last_oom(p->talloc) : NULL;
         if (oom) p->full = true, p->oom = *oom;
+        p->reached[p->event] = vm_play_most_reserved(p);
     }
     return s;
+}
+
+vm_status vm_play_run(vm_play *p, size_t *taken) { return play_until(p, p->script->events, taken); }
+
+vm_status vm_play_up_to(vm_play *p, const vm_play *like, uint64_t bytes) {
+    size_t until = p->event, taken;
+    while (until < like->event && like->reached[until] <= bytes) until++;
+    return play_until(p, until, &taken);
 }
 
 vm_status vm_play_follow(vm_play *p, vm_script *script) {

@@ -26,6 +26,9 @@ vm_status vm_play_new(const vm_script *script, vm_talloc *talloc, const vm_blas 
 /* A new play of the same script with the same workspaces, on another device. talloc: NULL makes one like the other's
  * with `memory` bytes. first_only: assume that cuDNN's next plans need as much as its first ones. */
 vm_status vm_play_elsewhere(const vm_play *like, vm_talloc *talloc, uint64_t memory, bool first_only, vm_play **out);
+/* A new play that goes on where a play of one's own device stands, on a device of `memory` bytes. The device is plain
+ * (vm_talloc_is_plain), none of its calls walked, and it has reserved no more than `memory`. */
+vm_status vm_play_branch(const vm_play *p, uint64_t memory, vm_play **out);
 void vm_play_free(vm_play *p); /* accepts NULL */
 
 /* Sets the workspaces of the script's convolutions, in its order: of cuDNN's first plan, and of the next plan if the
@@ -38,6 +41,8 @@ vm_status vm_play_answer_call(vm_play *p, const vm_called *c, const uint64_t *wo
  * is out of memory. A failed event counts as played. A failed call frees its storages. A failed take keeps the first
  * *taken of its storages. */
 vm_status vm_play_run(vm_play *p, size_t *taken);
+/* Plays on with the events that reserved at most `bytes` in another play of the script with the same workspaces. */
+vm_status vm_play_up_to(vm_play *p, const vm_play *like, uint64_t bytes);
 /* Plays the event that was just written to its script, for scripts that are written while they are played. The script
  * forgets an event that fails. A take that fails frees its storages. */
 vm_status vm_play_follow(vm_play *p, vm_script *script);

@@ -49,7 +49,8 @@ struct vm_play {
     vm_blas blas;
     uint64_t memory;
     bool first_only;   /* whether next plans need what the first ones need */
-    size_t event;      /* events played */
+    size_t event;      /* events played, */
+    uint64_t *reached; /* and the most bytes reserved until the end of each */
     stored *stored;    /* [storages] */
     uint64_t *address; /* [ids] of the storages of a call in progress, otherwise zeros */
     size_t ids;

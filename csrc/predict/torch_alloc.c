@@ -388,6 +388,27 @@ void vm_talloc_delete(vm_talloc *a) {
     vm_scratch_free(a);
 }
 
+vm_status vm_talloc_copy(const vm_talloc *a, uint64_t total_memory, vm_talloc **out) {
+    const size_t blocks = a->table_used + a->pools[0].cached.count + a->pools[1].cached.count;
+    vm_talloc_config c = a->config;
+    c.total_memory = total_memory;
+    c.reservation = 0;
+    vm_status s = vm_talloc_new(&c, out);
+    if (!s) s = ta_reserve(*out, a->segments.count + blocks, a->table_used);
+    if (s) {
+        vm_talloc_delete(*out);
+        *out = NULL;
+        return s;
+    }
+    for (const node *n = ta_next(&a->segments, NULL, 0); n; n = ta_next(&a->segments, n, 0))
+        ta_segment_copy(*out, (const segment *)n);
+    (*out)->stats = a->stats;
+    (*out)->next_address = a->next_address;
+    (*out)->placed = a->placed;
+    (*out)->tag = a->tag;
+    return VM_OK;
+}
+
 const vm_talloc_config *vm_talloc_settings(const vm_talloc *a) { return &a->config; }
 const vm_talloc_oom *vm_talloc_last_oom(const vm_talloc *a) { return a->out_of_memory ? &a->oom : NULL; }
 void vm_talloc_tag(vm_talloc *a, uint32_t tag) { a->tag = tag; }

@@ -47,6 +47,9 @@ typedef struct vm_talloc vm_talloc;
 
 vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out);
 void vm_talloc_delete(vm_talloc *a); /* accepts NULL */
+/* Copies a plain allocator (vm_talloc_is_plain) without pending frees to a device of `total_memory` bytes, at least as
+ * many as it has reserved. The copy goes on as the original would, until the device is full. */
+vm_status vm_talloc_copy(const vm_talloc *a, uint64_t total_memory, vm_talloc **out);
 const vm_talloc_config *vm_talloc_settings(const vm_talloc *a);
 /* Returns: bytes of a block that a request of `bytes` uses. */
 uint64_t vm_talloc_round(const vm_talloc_config *config, uint64_t bytes);

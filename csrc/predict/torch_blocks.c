@@ -209,6 +209,13 @@ static vm_status grow_history(vm_talloc *a, size_t events) {
     return s;
 }
 
+vm_status ta_reserve(vm_talloc *a, size_t elements, size_t live) {
+    vm_status s = VM_OK;
+    while (!s && a->spares < elements) s = grow_spares(a);
+    while (!s && 2 * live > a->table_size) s = grow_table(a);
+    return s;
+}
+
 vm_status ta_make_room(vm_talloc *a) {
     /* At worst an operation completes every pending free (each may open a gap), frees every cached block (an unmapped
      * one may leave a rest on both sides), maps every range again, makes a segment and splits a block. */
@@ -218,10 +225,8 @@ vm_status ta_make_room(vm_talloc *a) {
         events += 3 * (cached + a->pools[0].unmapped + a->pools[1].unmapped + a->pendings);
         if (a->config.expandable_segments) elements = events;
     }
-    vm_status s = VM_OK;
     a->out_of_memory = false;
-    while (!s && a->spares < elements) s = grow_spares(a);
-    if (!s && 2 * (a->table_used + 1) > a->table_size) s = grow_table(a);
+    vm_status s = ta_reserve(a, elements, a->table_used + 1);
     if (!s && a->config.history && a->history_size - a->history_used < events) s = grow_history(a, events);
     return s;
 }

@@ -134,6 +134,8 @@ struct vm_talloc {
     size_t history_size, history_used;
 };
 
+/* Reserves elements, and room for `live` blocks in the table. */
+vm_status ta_reserve(vm_talloc *a, size_t elements, size_t live);
 /* Reserves every element that the next operation may need, so that it cannot fail half-way. */
 vm_status ta_make_room(vm_talloc *a);
 /* Returns: a spare element, zeroed except its priority and the trees' fields. Requires ta_make_room. */
@@ -192,6 +194,8 @@ uint64_t ta_merge(vm_talloc *a, block *b, block *neighbour);
 /* Returns: a new segment's only block, in no tree yet; NULL if the addresses are exhausted. */
 block *ta_segment_new(vm_talloc *a, uint64_t size, uint64_t stream, bool small);
 void ta_segment_drop(vm_talloc *a, block *only);
+/* Copies the blocks of another allocator's segment. Requires ta_reserve. */
+void ta_segment_copy(vm_talloc *copy, const segment *of);
 void ta_release(vm_talloc *a, block *whole); /* frees a cached segment */
 
 /* ---- torch_expandable.c ---- */

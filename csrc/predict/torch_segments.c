@@ -133,6 +133,29 @@ void ta_segment_drop(vm_talloc *a, block *only) {
     ta_recycle(a, only);
 }
 
+void ta_segment_copy(vm_talloc *copy, const segment *of) {
+    segment *const s = ta_element(copy);
+    s->node.address = of->node.address;
+    s->node.size = of->node.size;
+    ta_insert(&copy->segments, &s->node);
+    block **next = &s->first, *prev = NULL;
+    for (const block *b = of->first; b; b = b->next) {
+        block *const c = *next = ta_element(copy);
+        const uint32_t priority = c->node.priority;
+        *c = *b;
+        c->node.priority = priority;
+        c->prev = prev;
+        c->next = NULL;
+        c->segment = s;
+        if (b->state == VM_TALLOC_LIVE)
+            ta_table_add(copy, c);
+        else
+            ta_insert(&ta_pool(copy, c)->cached, &c->node);
+        prev = c;
+        next = &c->next;
+    }
+}
+
 void ta_release(vm_talloc *a, block *b) {
     a->stats.num_device_free++;
     ta_record(a, VM_TALLOC_SEGMENT_FREE, b->node.address, b->node.size, b->node.stream, a->tag);

@@ -189,26 +189,38 @@ static vm_status add_other(vm_workspace *w, rows *r, recipe recipe) {
     return s ? s : add_row(r, lookup);
 }
 
-/* Fills a row with one profile's answers, and counts those it holds itself; `rest` answers the others. PyTorch's own
- * convolutions keep theirs. */
-static vm_status answer_by(vm_workspace *w, const rows *r, uint32_t number, vm_lookup *rest, uint64_t *row,
-                           size_t *held) {
-    const vm_profile *const profile = w->catalogue->recorded[number].profile;
+/* The answers that stand for each convolution that a profile does not hold: of PyTorch itself, or of `rest`. */
+static vm_status answer_rest(vm_workspace *w, const rows *r, vm_lookup *rest, vm_known *known) {
+    vm_status s = VM_OK;
+    for (size_t i = 0; !s && i < r->convs; i++) {
+        s = vm_lookup_conv(w->lookup, &r->conv[i], &known[i]);
+        if (s || known[i].own) continue;
+        s = vm_lookup_conv(rest, &r->conv[i], &known[i]);
+        known[i].own = false; /* to this workspace */
+    }
+    return s;
+}
+
+/* Fills a row with one profile's answers, and counts those it holds itself. PyTorch's own convolutions keep theirs. */
+static vm_status answer_by(const vm_workspace *w, const rows *r, const vm_profile *profile, const vm_known *known,
+                           uint64_t *row, size_t *held) {
     vm_status s = VM_OK;
     *held = 0;
     for (size_t i = 0; !s && i < r->convs; i++) {
-        vm_known known;
         vm_profile_how how;
         bool found;
         s = vm_profile_conv(profile, &r->conv[i], w->of.tf32, &found, &row[i], &how);
-        if (!s) s = vm_lookup_conv(w->lookup, &r->conv[i], &known);
-        if (s) return s;
         *held += found;
-        const bool elsewhere = !known.own && !found;
-        if (elsewhere) s = vm_lookup_conv(rest, &r->conv[i], &known);
-        if (known.own || elsewhere) row[i] = known.bytes;
+        if (known[i].own || !found) row[i] = known[i].bytes;
     }
     return s;
+}
+
+/* Returns: whether a profile of the list has the answers of one before it (its file says "same_as"). */
+static bool is_again(const vm_catalogue *c, const vm_profile_list *profiles, size_t i) {
+    size_t k = 0;
+    while (c->recorded[profiles->number[k]].profile != c->recorded[profiles->number[i]].profile) k++;
+    return k < i;
 }
 
 static vm_status add_copy(rows *r, const uint64_t *from) {
@@ -225,21 +237,26 @@ static vm_status add_copy(rows *r, const uint64_t *from) {
 static vm_status add_best(vm_workspace *w, rows *r, const vm_profile_list *profiles, vm_lookup *rest, bool first_only) {
     const size_t count = profiles->count, convs = r->convs;
     uint64_t *row = NULL, *most;
+    vm_known *known = NULL;
     size_t *held = NULL, best = 0, kept = 0;
     vm_status s = vm_scratch_new(count, sizeof *held, &held);
     if (!s) s = vm_scratch_new(count + 1, convs * sizeof *row, &row);
+    if (!s) s = vm_scratch_new(convs, sizeof *known, &known);
+    if (!s) s = answer_rest(w, r, rest, known);
     most = row + count * convs;
     for (size_t i = 0; !s && i < count; i++) {
-        s = answer_by(w, r, profiles->number[i], rest, row + i * convs, &held[i]);
+        if (is_again(w->catalogue, profiles, i)) continue;
+        s = answer_by(w, r, w->catalogue->recorded[profiles->number[i]].profile, known, row + i * convs, &held[i]);
         if (!s) best = VM_MAX(best, held[i]);
     }
     for (size_t i = 0; !s && i < count && !(first_only && kept); i++) {
-        if (held[i] < best) continue;
+        if (held[i] < best || is_again(w->catalogue, profiles, i)) continue;
         for (size_t k = 0; k < convs; k++) most[k] = VM_MAX(kept ? most[k] : 0, row[i * convs + k]);
         s = add_copy(r, row + i * convs);
         kept++;
     }
     if (!s && kept && !first_only) s = add_copy(r, most);
+    vm_scratch_free(known);
     vm_scratch_free(row);
     vm_scratch_free(held);
     return s;

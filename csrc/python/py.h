@@ -8,7 +8,7 @@
 #define NPY_NO_DEPRECATED_API NPY_1_23_API_VERSION
 #define NPY_TARGET_VERSION NPY_1_23_API_VERSION /* runs with NumPy 1.26 too */
 #define PY_ARRAY_UNIQUE_SYMBOL vaemem_core_array
-#ifndef VM_PY_MODULE
+#ifndef VM_PY_IMPORTS_NUMPY
 #define NO_IMPORT_ARRAY
 #endif
 #include <numpy/arrayobject.h>
@@ -75,7 +75,7 @@ PyObject *vm_py_wrap_trace(PyTypeObject *type, struct vm_trace *trace);
 
 /* The module's contents, by file. */
 extern PyType_Spec vm_py_model_type, vm_py_trace_type, vm_py_script_type, vm_py_play_type, vm_py_program_type,
-    vm_py_profile_type, vm_py_catalogue_type, vm_py_workspace_type;
+    vm_py_column_type, vm_py_profile_type, vm_py_catalogue_type, vm_py_workspace_type;
 extern PyMethodDef vm_py_unpickle[], vm_py_convolutions[], vm_py_judges[];
 int vm_py_add_allocator(PyObject *module); /* with its exception; -1 with one set */
 

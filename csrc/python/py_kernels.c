@@ -1,7 +1,7 @@
 /* vaemem._kernels: operations of one instruction set, and single passes, on NumPy arrays, for tests (against a float64
  * reference) and benchmarks. Not for users, and in no wheel (setup.py). It checks shapes only where a wrong one would
  * touch memory outside an array. It links its own copy of the core. */
-#define VM_PY_MODULE
+#define VM_PY_IMPORTS_NUMPY
 #include "../../kernels/cpu.h"
 #include "py.h"
 

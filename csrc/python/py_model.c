@@ -1,4 +1,5 @@
 /* vaemem._core.Model: an architecture with its weights, for vaemem/engine/vae.py. py_run.c plans and runs it. */
+#define VM_PY_IMPORTS_NUMPY
 #include "py_model.h"
 
 static int parse_parts(const char *text, unsigned *parts) {
@@ -94,6 +95,9 @@ static const vm_tensor *find_tensor(Model *self, const char *name) {
     return t;
 }
 
+/* Arrays of weights are the only use of NumPy, whose import takes longer than most predictions. */
+static int import_numpy(void) { return PyArray_ImportNumPyAPI() < 0; }
+
 static int dtype_of(PyArrayObject *a, vm_dtype *dtype) {
     PyArray_Descr *d = PyArray_DESCR(a);
     *dtype = d->type_num == NPY_HALF ? VM_F16 : d->type_num == NPY_FLOAT ? VM_F32 : VM_BF16;
@@ -106,7 +110,7 @@ static PyObject *model_set_tensor(Model *self, PyObject *args) {
     const char *name;
     PyArrayObject *a;
     vm_dtype dtype;
-    if (!PyArg_ParseTuple(args, "sO!", &name, &PyArray_Type, &a)) return NULL;
+    if (import_numpy() || !PyArg_ParseTuple(args, "sO!", &name, &PyArray_Type, &a)) return NULL;
     const vm_tensor *t = find_tensor(self, name);
     if (!t || dtype_of(a, &dtype)) return NULL;
     bool same = (size_t)PyArray_NDIM(a) == t->dims;
@@ -132,7 +136,7 @@ static PyObject *model_set_tensor(Model *self, PyObject *args) {
 static PyObject *model_get_tensor(Model *self, PyObject *name) {
     const char *text = PyUnicode_AsUTF8AndSize(name, NULL);
     const vm_tensor *t = text ? find_tensor(self, text) : NULL;
-    if (!t) return NULL;
+    if (!t || import_numpy()) return NULL;
     npy_intp dims[5];
     for (size_t i = 0; i < t->dims; i++) dims[i] = (npy_intp)t->shape[i];
     PyObject *a = PyArray_SimpleNew((int)t->dims, dims, NPY_FLOAT);

@@ -1,5 +1,4 @@
 /* vaemem._core: multi-phase initialisation, and functions that belong to no type. */
-#define VM_PY_MODULE
 #include "py.h"
 
 static PyObject *models(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
@@ -54,10 +53,9 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL}};
 
 static int exec_module(PyObject *module) {
-    if (PyArray_ImportNumPyAPI() < 0) return -1;
-    PyType_Spec *const types[] = {&vm_py_model_type,     &vm_py_trace_type,    &vm_py_script_type,
-                                  &vm_py_play_type,      &vm_py_program_type,  &vm_py_profile_type,
-                                  &vm_py_catalogue_type, &vm_py_workspace_type};
+    PyType_Spec *const types[] = {&vm_py_model_type,   &vm_py_trace_type,     &vm_py_script_type,
+                                  &vm_py_play_type,    &vm_py_column_type,    &vm_py_program_type,
+                                  &vm_py_profile_type, &vm_py_catalogue_type, &vm_py_workspace_type};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
         if (vm_py_add_type(module, types[i])) return -1;
     return PyModule_AddFunctions(module, vm_py_unpickle) || PyModule_AddFunctions(module, vm_py_convolutions) ||

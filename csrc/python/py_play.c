@@ -154,20 +154,42 @@ static PyObject *play_note_heights(Play *self, PyObject *notes) {
     Py_RETURN_NONE;
 }
 
-static PyObject *to_array(const uint64_t *numbers, size_t count) {
-    npy_intp items[1] = {(npy_intp)count};
-    PyObject *array = PyArray_SimpleNew(1, items, NPY_UINT64);
-    if (array && count) memcpy(PyArray_DATA((PyArrayObject *)array), numbers, count * sizeof *numbers);
-    return array;
+/* Numbers that few callers read: a list of them would take longer than the play. */
+typedef struct Column {
+    PyObject_HEAD
+    size_t count;
+    uint64_t *number;
+} Column;
+
+static PyObject *to_column(PyTypeObject *type, const uint64_t *number, size_t count) {
+    Column *self = (Column *)PyType_GenericAlloc(type, 0);
+    if (!self) return NULL;
+    const vm_status s = vm_scratch_new(count, sizeof *number, &self->number);
+    if (s) return vm_py_made((PyObject *)self, s);
+    if (count) memcpy(self->number, number, count * sizeof *number);
+    self->count = count;
+    return (PyObject *)self;
+}
+
+static void column_dealloc(Column *self) {
+    vm_scratch_free(self->number);
+    vm_py_free((PyObject *)self);
+}
+
+static PyObject *column_tolist(Column *self, PyObject *Py_UNUSED(ignored)) {
+    return vm_py_list(self->count, vm_py_number_item, self->number);
 }
 
 static PyObject *play_heights(Play *self, void *Py_UNUSED(closure)) {
     const vm_heights *const h = vm_play_heights(self->play);
     const size_t steps = h->of ? h->of->trace->steps : 0;
-    PyObject *allocated = to_array(h->allocated, steps), *reserved = to_array(h->reserved, steps);
-    if (allocated && reserved) return Py_BuildValue("NN", allocated, reserved);
+    PyObject *module = PyType_GetModule(Py_TYPE((PyObject *)self));
+    PyObject *type = module ? PyObject_GetAttrString(module, "Column") : NULL;
+    PyObject *allocated = type ? to_column((PyTypeObject *)type, h->allocated, steps) : NULL;
+    PyObject *reserved = allocated ? to_column((PyTypeObject *)type, h->reserved, steps) : NULL;
+    Py_XDECREF(type);
+    if (reserved) return Py_BuildValue("NN", allocated, reserved);
     Py_XDECREF(allocated);
-    Py_XDECREF(reserved);
     return NULL;
 }
 
@@ -384,6 +406,18 @@ static PyType_Slot slots[] = {{Py_tp_new, play_new},
                               {Py_tp_getset, attributes},
                               {Py_tp_doc, "A script, played on a simulated device."},
                               {0, NULL}};
+
+static PyMethodDef column_methods[] = {
+    {"tolist", (PyCFunction)column_tolist, METH_NOARGS, "tolist($self, /)\n--\n\nReturns the numbers."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot column_slots[] = {{Py_tp_dealloc, column_dealloc},
+                                     {Py_tp_methods, column_methods},
+                                     {Py_tp_doc, "Numbers of a call's steps."},
+                                     {0, NULL}};
+
+PyType_Spec vm_py_column_type = {
+    .name = "vaemem._core.Column", .basicsize = sizeof(Column), .flags = Py_TPFLAGS_DEFAULT, .slots = column_slots};
 
 PyType_Spec vm_py_play_type = {.name = "vaemem._core.Play",
                                .basicsize = sizeof(Play),

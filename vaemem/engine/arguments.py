@@ -11,10 +11,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from vaemem._common import choose, is_truth, need, number_in
 from vaemem._errors import ArgumentError, ArgumentTypeError
+from vaemem._numpy import np
 
 OutputType = Literal["float", "uint8", "pil"]
 Poll = Callable[[int, int], object] | None

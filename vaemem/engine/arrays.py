@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from vaemem import _core
 from vaemem._common import encoded_channels, latent_factor
 from vaemem._errors import ArgumentError, ArgumentTypeError, Named
+from vaemem._numpy import np
 from vaemem.engine.device import Device, DeviceArray, itemsize
 
-# (first byte, last byte + 1) of an array. NumPy 1.26 has it under its old name.
-_byte_bounds = getattr(np, "byte_bounds", None) or np.lib.array_utils.byte_bounds
-
 INPUT_NAMES = {"encode": "x", "decode": "z"}
+
+
+def _bounds(array: np.ndarray) -> tuple[int, int]:
+    """Return (first byte, last byte + 1) of an array. NumPy 1.26 has the function under its old name."""
+    bounds: tuple[int, int] = (getattr(np, "byte_bounds", None) or np.lib.array_utils.byte_bounds)(array)
+    return bounds
 
 
 def request_of(op: str, height: int, width: int, batch: int, pixels: str, floats: str | None = None) -> dict[str, Any]:
@@ -117,7 +119,7 @@ class HostArrays(_Arrays):
         super().__init__(arch, op, data, pixels, out)
         if out is not None:
             check_out(out, self.shape, self.dtype)
-            check_apart(_byte_bounds(data), _byte_bounds(out))
+            check_apart(_bounds(data), _bounds(out))
         self.data, self.out, self._arch, self._device = data, out, arch, device
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[np.ndarray, Any]:

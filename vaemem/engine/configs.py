@@ -4,17 +4,17 @@ mean, and what people call the known models."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from vaemem import _core
 from vaemem._common import letters, meant
 from vaemem._errors import ArgumentError, FileError, NoFileError
+from vaemem._numpy import np
 from vaemem.engine.arguments import as_path
 from vaemem.engine.names import find_called
 
@@ -22,7 +22,7 @@ Arch = dict[str, Any]
 Config = str | os.PathLike[str] | Mapping[str, Any]  # a path, or contents
 
 CONFIG = "config.json"
-LARGEST = float(np.finfo(np.float32).max)
+LARGEST = math.ldexp(2**24 - 1, 104)  # of single precision
 
 # The keys of diffusers' classes with their defaults.
 _AUTOENCODER: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": (64,)}
@@ -86,10 +86,11 @@ def _bad_config(key: str, wanted: str, got: object, advice: str = "") -> Argumen
 _OPTIONAL: Arch = {"scaling_factor": 0.0, "shift_factor": 0.0} | dict.fromkeys(_STATISTICS, (0.0,))
 _OPTIONAL |= {"decoder_block_out_channels": (1,), "decoder_base_dim": 1, "patch_size": 1}
 _OPTIONAL |= {"temperal_downsample": (False,), "scale_factor_temporal": 1, "scale_factor_spatial": 1}
-_KINDS: dict[type, tuple[str, str, Any, float, float]] = {  # words for one and for several, types, least and most
-    bool: ("true or false", "true or false", (bool, np.bool_), 0, 1),
-    int: ("a positive integer below 2^31", "positive integers", (int, np.integer), 1, (1 << 31) - 1),
-    float: ("a finite number of single precision", "finite numbers", (int, float, np.floating), -LARGEST, LARGEST),
+# Words for one and for several, Python's types and NumPy's, least and most.
+_KINDS: dict[type, tuple[str, str, Any, str, float, float]] = {
+    bool: ("true or false", "true or false", bool, "bool_", 0, 1),
+    int: ("a positive integer below 2^31", "positive integers", int, "integer", 1, (1 << 31) - 1),
+    float: ("a finite number of single precision", "finite numbers", (int, float), "floating", -LARGEST, LARGEST),
 }
 
 
@@ -102,21 +103,30 @@ def _check_setting(key: str, value: Any, default: Any) -> Any:
         if not isinstance(value, (list, tuple)) or not (value or key == "temperal_downsample"):
             raise _bad_config(key, f"a list of {_KINDS[type(like[0])][1]}", value)
         return tuple(_check_setting(f"{key}[{i}]", v, like[0]) for i, v in enumerate(value))
-    wanted, _, types, least, most = _KINDS[type(like)]
-    if not (isinstance(value, types) and least <= value <= most) or (
-        isinstance(value, bool) and type(like) is not bool
-    ):
+    wanted, _, types, of_numpy, least, most = _KINDS[type(like)]
+    is_kind = isinstance(value, types) or isinstance(value, getattr(np, of_numpy))
+    if not (is_kind and least <= value <= most) or (isinstance(value, bool) and type(like) is not bool):
         raise _bad_config(key, wanted, value)
     if key == "scaling_factor" and value <= 0:
         raise _bad_config(key, "more than 0", value)
     return type(like)(value)
 
 
+def _single(value: float) -> float:
+    """Round a number to single precision."""
+    unit = max(math.frexp(value)[1] - 24, -149)
+    return math.ldexp(round(math.ldexp(value, -unit)), unit)
+
+
 def _decimal(value: Any) -> Any:
     """Return floats as the shortest decimals that give the same float32; anything else unchanged."""
     if isinstance(value, tuple):
         return [_decimal(v) for v in value]
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    single = _single(value)
+    decimals = (float(f"{single:.{digits}g}") for digits in range(1, 10))
+    return next(decimal for decimal in decimals if _single(decimal) == single)
 
 
 def known_like(arch: Arch, but: tuple[str, ...]) -> Arch | None:

@@ -11,12 +11,10 @@ import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
-import numpy as np
-
 from vaemem import _core
 from vaemem._common import DTYPES, PRECISIONS, __version__, choose, distinct, flag, meant, mib, number_in
 from vaemem._errors import ArgumentError, ArgumentTypeError
+from vaemem._numpy import ml_dtypes, np
 from vaemem._types import Dtype, DtypeName, Precision
 from vaemem.engine.cudnn_path import find_cudnn
 

@@ -15,21 +15,19 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
-import ml_dtypes
-import numpy as np
-
 from vaemem._common import need
 from vaemem._errors import ArgumentError
+from vaemem._numpy import ml_dtypes, np
 from vaemem.engine.configs import shown
 from vaemem.engine.layouts import Shape
 
 # In bytes; the limit of the safetensors package. GGUF has none; 262,144 words and 500,000 merges take about 15 million.
 MAX_HEADER = 100_000_000
 # (as stored, little-endian; as the core takes it). NumPy has no bfloat16, so its bits are read as integers.
-FLOATS = {"F32": ("<f4", np.float32), "F16": ("<f2", np.float16), "BF16": ("<u2", ml_dtypes.bfloat16)}
-FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}  # converted to float32
-FILE_NAMES = {np.dtype(native).name: name for name, (_, native) in FLOATS.items()}  # by NumPy's names
-FILE_NAMES |= {np.dtype(native).name: name for name, native in FLOAT8.items()}
+FLOATS = {"F32": ("<f4", "float32"), "F16": ("<f2", "float16"), "BF16": ("<u2", "bfloat16")}
+FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # converted to float32
+FILE_NAMES = {native: name for name, (_, native) in FLOATS.items()}  # by NumPy's names
+FILE_NAMES |= {native: name for name, native in FLOAT8.items()}
 READABLE_FLOATS = (*FLOATS, *FLOAT8)  # in safetensors and PyTorch files
 # (numbers, bytes) of a type's smallest block. First ggml's quantised types, with the sizes that its ggml-common.h
 # asserts (August 2026). Then other types of the formats, which tensors outside the VAE may have.
@@ -92,6 +90,12 @@ def _end_to_end(tensors: Iterable[FileTensor], end: int, size: int, alignment: i
     return result
 
 
+def numpy_type(dtype: str) -> Any:
+    """Return the type of the numbers of a tensor, which ml_dtypes has if NumPy has none."""
+    native = FLOAT8[dtype] if dtype in FLOAT8 else FLOATS[dtype][1]
+    return np.dtype(getattr(ml_dtypes, native, native))
+
+
 def _fill(f: IO[bytes], name: str, at: int, into: np.ndarray) -> None:
     """Read into an array. A memory map would kill the process if the file shrinks."""
     f.seek(at)
@@ -103,15 +107,14 @@ def _fill(f: IO[bytes], name: str, at: int, into: np.ndarray) -> None:
 def read_tensor(f: IO[bytes], tensor: FileTensor, shape: Shape) -> np.ndarray:
     """Return the numbers of a tensor in new memory, the only extra memory that loading needs."""
     if tensor.dtype in FLOAT8:
-        narrow = np.empty(shape, FLOAT8[tensor.dtype])
+        narrow = np.empty(shape, numpy_type(tensor.dtype))
         _fill(f, tensor.name, tensor.at, narrow)
         return narrow.astype(np.float32)
     if tensor.dtype not in FLOATS:
         return _dequantise(f, tensor).reshape(shape)
-    stored, native = FLOATS[tensor.dtype]
-    array = np.empty(shape, stored)
+    array = np.empty(shape, FLOATS[tensor.dtype][0])
     _fill(f, tensor.name, tensor.at, array)
-    return array.astype(array.dtype.newbyteorder("="), copy=False).view(native)
+    return array.astype(array.dtype.newbyteorder("="), copy=False).view(numpy_type(tensor.dtype))
 
 
 def _dequantise(f: IO[bytes], tensor: FileTensor) -> np.ndarray:

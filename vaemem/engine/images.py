@@ -8,10 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from vaemem._common import choose, distinct, need, reading
 from vaemem._errors import ArgumentError, ArgumentTypeError, FileError
+from vaemem._numpy import np
 from vaemem.engine.arguments import as_int, check_mask
 
 Notes = tuple[str, ...]

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vaemem._common import need, reading
 from vaemem._errors import ArgumentError, FileError, Named
+from vaemem._numpy import np
 from vaemem.engine.arrays import as_float
 from vaemem.engine.weights import read_tensors
 

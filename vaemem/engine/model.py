@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from vaemem import _core
 from vaemem._common import latent_factor
 from vaemem._core import Model as Core
 from vaemem._errors import ArgumentError, ArgumentTypeError
+from vaemem._numpy import np
 from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
 from vaemem.engine.arrays import Arrays, DeviceTile

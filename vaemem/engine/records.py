@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from vaemem._errors import ArgumentError, ArgumentTypeError
+from vaemem._numpy import np
 from vaemem._types import Op
 
 CATEGORIES = ("weights", "activations", "scratch", "workspace", "output")  # of memory, as the core names them

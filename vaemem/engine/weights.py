@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import numpy as np
-
 from vaemem import _core
 from vaemem._common import choose
 from vaemem._errors import ArgumentError, ArgumentTypeError, FileError, Named, NoFileError, inside
+from vaemem._numpy import np
 from vaemem._saving import replacing, writing_folder
 from vaemem.engine import configs, file_tensors, hub, layouts, tiny, torch_files
 from vaemem.engine.arguments import as_path, check_mask
 from vaemem.engine.configs import CONFIG, Arch, Config, shown
-from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, FileTensor, safetensors_start
+from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, FileTensor, numpy_type, safetensors_start
 from vaemem.engine.layouts import Shape
 from vaemem.engine.limits import parse_size
 
@@ -387,7 +386,7 @@ def _stored_types(model: _core.Model) -> dict[str, str]:
 def kept(model: _core.Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yield copies of the tensors with their names, one at a time, each in its stored type."""
     for name, kind in _stored_types(model).items():
-        yield name, model.get_tensor(name).astype(FLOATS[kind][1], copy=False)
+        yield name, model.get_tensor(name).astype(numpy_type(kind), copy=False)
 
 
 def _write_tensors(f: IO[bytes], model: _core.Model, layout: str, about: dict[str, str] | None = None) -> None:

@@ -53,7 +53,7 @@ from vaemem.prediction.runtimes import architecture
 
 WEIGHT_TYPES = (*DTYPES, "fp8", *SCHEMES, *RULES["diffusers-gguf"].types)
 SPELT_TYPES = SPELT_DTYPES | {letters(spelt): name for spelt, name in SPELT.items()}
-KEPT_TRACES = 4  # of each component
+KEPT_TRACES = 12  # of each component: a plan has as many
 ROLES = tuple(distinct(role for one in PIPELINES.values() for role in (*one.parts, *one.optional)))
 _NOT_FROM_A_FILE = ("pixart-sigma-transformer",)  # its class has no from_single_file
 UNPACKED = {  # text encoders that transformers loads from GGUF files, and unpacks, with their classes
@@ -127,6 +127,7 @@ class Part:
         is not the first call. cudnn: as `cudnn_attention` gives it. `sizes` may have more than its variables. The last
         traces are kept, because making one takes longer than playing it."""
         recording, kept = programs.load_program(self.component), self._traces
+        offload = "none" if offload == "model" else offload  # the same during a call
         wanted = {name: sizes[name] for name in recording.variables}
         key = (gpu.name, gpu.sm, gpu.multiprocessors, cudnn, offload, later, *wanted.items())
         trace = kept.get(key)

@@ -6,6 +6,7 @@ choices, each with its source. If a file is available, its own list of tensors r
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -82,6 +83,12 @@ def tensor_bytes(shape: Sequence[int], type: str) -> int:
     [78643200, 41779200, 22118464]
     """
     choose("type", type, TYPES)
+    return _bytes_of(tuple(shape), type)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bytes_of(shape: tuple[int, ...], type: str) -> int:
+    """Compute the bytes of a tensor of a known type. A model's tensors have few shapes."""
     numbers, type = math.prod(shape), SPELT.get(type, type)
     if type in SCHEMES:
         return sum(_pieces(shape, type))
@@ -120,11 +127,11 @@ class _Rule(NamedTuple):
     about: str
     types: tuple[str, ...]
     dims: tuple[int, ...]
-    keeps: str = "$^"
+    keeps: str = ""
     vectors: str | None = None
     images: str | None = None
     odd: str | None = None
-    single: str = "$^"
+    single: str = ""
     embeddings: str | None = None
     least: int = 0
     biases: bool = False
@@ -321,13 +328,15 @@ def loaded(held: Iterable[Stored], weights: Iterable[Weight], dtype: str) -> lis
 
 
 def _as(tensor: Weight, type: str) -> Stored:
-    return Stored(tensor.name, tensor.shape, type, tensor_bytes(tensor.shape, type))
+    return Stored(tensor.name, tensor.shape, type, _bytes_of(tensor.shape, type))
 
 
 def _mixed(tensors: Sequence[Weight], type: str) -> list[str]:
     """List each tensor's type of a mixture, or the type itself."""
     usual, kinds = MIXTURES.get(type, (type, {}))
     types, seen = [usual] * len(tensors), Counter[str]()
+    if not kinds:
+        return types
     for i, tensor in enumerate(tensors):
         kind = next((kind for kind in kinds if re.search(_KINDS[kind], tensor.name)), "")
         if kind:
@@ -345,11 +354,11 @@ def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: 
     goes = name.removesuffix("bias") + "weight" if rule.biases and name.endswith(".bias") else name
     sides = shapes.get(goes, shape)
     dims = len([*itertools.dropwhile(lambda side: side == 1, sides[:-1]), *sides[-1:]])  # without 1 before others
-    if re.search(rule.single, name) or math.prod(shape) < rule.least:
+    if (rule.single and re.search(rule.single, name)) or math.prod(shape) < rule.least:
         return _as(tensor, "float32")
     if dims == 1 and 1 not in rule.dims:
         return _as(tensor, rule.vectors or dtype)
-    if dims not in rule.dims or re.search(rule.keeps, goes):
+    if dims not in rule.dims or (rule.keeps and re.search(rule.keeps, goes)):
         return _as(tensor, (rule.images if dims == 4 else None) or tensor.type_in(dtype))
     if rule.embeddings and type != "Q8_0" and re.search(EMBEDDINGS, name):
         type = rule.embeddings

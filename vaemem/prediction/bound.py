@@ -8,11 +8,10 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, OPS, __version__, chosen, distinct, listed, meant, spread, whole
 from vaemem._errors import ArgumentError
+from vaemem._numpy import np
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem._types import Dtype
 from vaemem.engine.arguments import BAR, Progress, polling

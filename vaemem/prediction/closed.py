@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from vaemem._common import ELEMENT_BYTES, MIB, whole
 from vaemem._errors import ArgumentError
+from vaemem._numpy import np
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem.prediction.laws import (
     solve_law,

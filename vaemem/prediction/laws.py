@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-import numpy as np
-
 from vaemem._common import MIB, distinct
+from vaemem._numpy import np
 
 Law = Mapping[str, Any]  # numbers by product of symbols: {"N*MP": 2434, "": 2108}
 Language = Literal["text", "python", "latex"]

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from vaemem._common import MIB, distinct, grouped, whole
 from vaemem._errors import ArgumentError
+from vaemem._numpy import np
 from vaemem._render import Columns
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.laws import (

@@ -163,12 +163,15 @@ class Profile:
         How it was made and checked, from the file.
     cards : list of str
         Keys of the GPUs it is limited to; empty means the whole compute capability.
+    facts : dict
+        The file's content without answers.
     core : _core.Profile
         Its answers. A file with ``same_as`` shares the other file's answers.
     """
 
     def __init__(self, data: dict[str, Any], file: str = "", cards: Sequence[str] = (), core: Any = None):
         self.file, self.cards = file, list(cards)
+        self.facts = {key: value for key, value in data.items() if key not in ("convolutions", "formulas")}
         other = data.get("otherwise")
         self._otherwise = load_profile(other) if other else None
         self.capability: str = data["capability"]
@@ -203,10 +206,11 @@ class Profile:
 def load_profile(name: str) -> Profile:
     """Load a shipped profile, by the name of its file."""
     data: dict[str, Any] = json.loads(shipped("profiles", name))
-    cards, file = profile_files()[name][1], data.get("same_as", name)
-    if file == name:
+    cards = profile_files()[name][1]
+    if "same_as" not in data:
         return Profile(data, name, cards)
-    return Profile(json.loads(shipped("profiles", file)) | data, file, cards, load_profile(file).core)
+    like = load_profile(data["same_as"])
+    return Profile(like.facts | data, like.file, cards, like.core)
 
 
 @functools.cache

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from vaemem._common import DTYPES, choose, grouped, meant, shipped, whole
 from vaemem._errors import ArgumentError
+from vaemem._numpy import np
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 
 Work = Mapping[str, float]
