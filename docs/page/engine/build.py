@@ -40,8 +40,8 @@ LIBRARY = """
 """.split()
 # Modules that are imported and not needed: each is lib/_absent.py.
 ABSENT = """
-    _colorize csv ctypes decimal fcntl importlib.util inspect ml_dtypes mmap pickle shutil struct tempfile threading
-    traceback uuid vaemem.engine.vae zipfile
+    _colorize csv ctypes decimal fcntl importlib.util inspect ml_dtypes mmap pickle pkgutil shutil struct tempfile
+    threading traceback uuid vaemem.engine.vae zipfile
 """.split()
 
 

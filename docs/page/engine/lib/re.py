@@ -15,16 +15,7 @@ ASCII = A = 256
 class Pattern:
     def __init__(self, pattern, flags):
         self.pattern = pattern
-        self._search, self._match, self._fullmatch = _engine.compile(pattern, flags)
-
-    def match(self, text, pos=0):
-        return _find(self._match, text, pos)
-
-    def fullmatch(self, text, pos=0):
-        return _find(self._fullmatch, text, pos)
-
-    def search(self, text, pos=0):
-        return _find(self._search, text, pos)
+        self.search, self.match, self.fullmatch = map(_finder, _engine.compile(pattern, flags))
 
     def finditer(self, text):
         at = 0
@@ -81,9 +72,12 @@ class Match:
         return _REFERENCE.sub(lambda found: self[int(found[1])] or "", template) if "\\" in template else template
 
 
-def _find(expression, text, pos):
-    found = _engine.find(expression, text, pos)
-    return None if found is None else Match(*found)
+def _finder(expression):
+    def find(text, pos=0):
+        found = _engine.find(expression, text, pos)
+        return None if found is None else Match(*found)
+
+    return find
 
 
 @functools.cache

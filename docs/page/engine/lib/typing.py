@@ -1,6 +1,8 @@
-"""NamedTuple, by the names that build.py wrote into each class as __fields__, and Literal. The rest does nothing."""
+"""NamedTuple, by the names that build.py wrote into each class as __fields__, and Literal. The rest is absent."""
 
 from collections import namedtuple
+
+from _absent import __getattr__ as __getattr__
 
 TYPE_CHECKING = False
 _OWN = ("__module__", "__qualname__", "__dict__", "__weakref__", "__fields__", "__annotations__", "__annotate__")
@@ -30,21 +32,3 @@ class Literal(tuple):
 
 
 get_args = tuple
-
-
-class Any: ...
-
-
-class Protocol: ...
-
-
-def overload(function):
-    return function
-
-
-def TypeVar(*args, **kwargs):
-    return Any
-
-
-def __getattr__(name):
-    return Any
