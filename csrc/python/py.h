@@ -30,8 +30,6 @@ int vm_py_to_precision(PyObject *name, void *out);
 /* For PyArg_ParseTuple's O&: an unsigned, from 1 to VM_PY_THREADS. */
 int vm_py_to_threads(PyObject *number, void *out);
 enum { VM_PY_THREADS = 1024 };
-/* ml_dtypes' type, which NumPy knows only by name. */
-bool vm_py_is_bfloat16(PyArrayObject *a);
 /* A tuple of integers. */
 PyObject *vm_py_sizes(const size_t *size, size_t count);
 
@@ -51,6 +49,8 @@ PyObject *vm_py_convs(const struct vm_conv *conv, size_t count);
 
 /* Returns: a new array of a sequence's integers, for PyMem_Free; NULL with an exception set. name: of the argument. */
 uint64_t *vm_py_to_numbers(const char *name, PyObject *sequence, size_t *count);
+/* Returns: a tuple of integers; NULL with an exception set. */
+PyObject *vm_py_numbers(const uint64_t *number, size_t count);
 /* For vm_py_list: an item of an array of uint64_t. */
 PyObject *vm_py_number_item(const void *numbers, size_t i);
 

@@ -98,10 +98,20 @@ static const vm_tensor *find_tensor(Model *self, const char *name) {
 /* Arrays of weights are the only use of NumPy, whose import takes longer than most predictions. */
 static int import_numpy(void) { return PyArray_ImportNumPyAPI() < 0; }
 
+/* ml_dtypes' type, which NumPy knows only by name. */
+static bool is_bfloat16(PyArrayObject *a) {
+    PyArray_Descr *d = PyArray_DESCR(a);
+    PyObject *name = PyDataType_ELSIZE(d) == 2 ? PyType_GetName(d->typeobj) : NULL;
+    const bool is = name && !PyUnicode_CompareWithASCIIString(name, "bfloat16");
+    PyErr_Clear();
+    Py_XDECREF(name);
+    return is;
+}
+
 static int dtype_of(PyArrayObject *a, vm_dtype *dtype) {
     PyArray_Descr *d = PyArray_DESCR(a);
     *dtype = d->type_num == NPY_HALF ? VM_F16 : d->type_num == NPY_FLOAT ? VM_F32 : VM_BF16;
-    if (*dtype != VM_BF16 || vm_py_is_bfloat16(a)) return 0;
+    if (*dtype != VM_BF16 || is_bfloat16(a)) return 0;
     vm_py_refuse(PyExc_TypeError, VM_EXPECTED("array", "float32, float16 or bfloat16", "%R"), (PyObject *)d);
     return -1;
 }

@@ -129,10 +129,8 @@ int vm_py_to_rule(PyObject *dict, bool formula, vm_rule *rule) {
 
 /* ---- Profile ---- */
 
-/* formulas and rules: tuples. No Python code runs while the dict is read. */
+/* formulas and rules: tuples; trees: a list of pairs. */
 static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, PyObject *trees) {
-    PyObject *key, *tree;
-    Py_ssize_t at = 0;
     vm_status s = VM_OK;
     for (Py_ssize_t i = 0; !s && i < PyTuple_Size(formulas); i++) {
         vm_formula formula;
@@ -145,10 +143,10 @@ static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, PyObject *tr
         if (vm_py_to_rule(PyTuple_GetItem(rules, i), true, &rule)) return -1;
         s = vm_profile_add_rule(p, &rule);
     }
-    while (!s && PyDict_Next(trees, &at, &key, &tree)) {
-        const char *key_text, *tree_text;
-        if (!PyArg_Parse(key, "s", &key_text) || !PyArg_Parse(tree, "s", &tree_text)) return -1;
-        s = vm_profile_add_tree(p, key_text, tree_text);
+    for (Py_ssize_t i = 0; !s && i < PyList_Size(trees); i++) {
+        const char *key, *tree;
+        if (!PyArg_ParseTuple(PyList_GetItem(trees, i), "ss:trees", &key, &tree)) return -1;
+        s = vm_profile_add_tree(p, key, tree);
     }
     return vm_py_check(s);
 }
@@ -168,11 +166,13 @@ static PyObject *profile_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     const vm_profile *other = otherwise == Py_None ? NULL : ((Profile *)otherwise)->profile;
     formulas = PyList_AsTuple(formulas);
     rules = PyList_AsTuple(rules);
-    if (!formulas || !rules || vm_py_check(vm_profile_new(strict, other, &self->profile)) ||
+    trees = PyDict_Items(trees);
+    if (!formulas || !rules || !trees || vm_py_check(vm_profile_new(strict, other, &self->profile)) ||
         fill(self->profile, formulas, rules, trees))
         Py_CLEAR(self);
     Py_XDECREF(formulas);
     Py_XDECREF(rules);
+    Py_XDECREF(trees);
     return (PyObject *)self;
 }
 
@@ -208,15 +208,7 @@ static PyObject *conv_sizes(PyObject *Py_UNUSED(module), PyObject *question) {
     if (!vm_py_to_conv(question, &conv)) return NULL;
     const vm_status s = vm_conv_sizes(&conv, size);
     if (s) return vm_py_raise(s);
-    PyObject *tuple = PyTuple_New(VM_SIZES);
-    for (int i = 0; tuple && i < VM_SIZES; i++) {
-        PyObject *number = PyLong_FromUnsignedLongLong(size[i]);
-        if (number)
-            PyTuple_SetItem(tuple, i, number);
-        else
-            Py_CLEAR(tuple);
-    }
-    return tuple;
+    return vm_py_numbers(size, VM_SIZES);
 }
 
 static PyObject *formula_bytes(PyObject *Py_UNUSED(module), PyObject *args) {

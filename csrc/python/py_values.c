@@ -276,17 +276,6 @@ int vm_py_to_arch(PyObject *dict, void *out) {
     return !failed;
 }
 
-/* ---- numbers ---- */
-
-bool vm_py_is_bfloat16(PyArrayObject *a) {
-    PyArray_Descr *d = PyArray_DESCR(a);
-    PyObject *name = PyDataType_ELSIZE(d) == 2 ? PyType_GetName(d->typeobj) : NULL;
-    const bool is = name && !PyUnicode_CompareWithASCIIString(name, "bfloat16");
-    PyErr_Clear();
-    Py_XDECREF(name);
-    return is;
-}
-
 /* ---- backends ---- */
 
 const vm_backend *vm_py_backend(const char *name, vm_dtype dtype, vm_precision precision) {
@@ -341,6 +330,8 @@ uint64_t *vm_py_to_numbers(const char *name, PyObject *sequence, size_t *count) 
     Py_DECREF(list);
     return number;
 }
+
+PyObject *vm_py_numbers(const uint64_t *number, size_t count) { return tuple(count, vm_py_number_item, number); }
 
 PyObject *vm_py_number_item(const void *numbers, size_t i) {
     return PyLong_FromUnsignedLongLong(((const uint64_t *)numbers)[i]);

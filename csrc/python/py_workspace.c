@@ -281,22 +281,10 @@ static PyObject *workspace_answers(Workspace *self, PyObject *of) {
                  append(lists[1], PyLong_FromUnsignedLongLong(known.next)) ||
                  append(lists[2], PyLong_FromUnsignedLong(known.source));
     }
-    PyObject *result = failed ? NULL : PyTuple_Pack(3, lists[0], lists[1], lists[2]);
+    PyObject *result = failed ? NULL : Py_BuildValue("OOO", lists[0], lists[1], lists[2]);
     for (int i = 0; i < 3; i++) Py_XDECREF(lists[i]);
     vm_scratch_free(conv);
     return result;
-}
-
-static PyObject *to_tuple(const uint64_t *row, size_t count) {
-    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
-    for (size_t i = 0; tuple && i < count; i++) {
-        PyObject *number = PyLong_FromUnsignedLongLong(row[i]);
-        if (number)
-            PyTuple_SetItem(tuple, (Py_ssize_t)i, number);
-        else
-            Py_CLEAR(tuple);
-    }
-    return tuple;
 }
 
 static PyObject *workspace_rows(Workspace *self, PyObject *args) {
@@ -311,7 +299,7 @@ static PyObject *workspace_rows(Workspace *self, PyObject *args) {
     if (failed) return NULL;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < count; i++)
-        if (append(list, to_tuple(row + i * convs, convs))) Py_CLEAR(list);
+        if (append(list, vm_py_numbers(row + i * convs, convs))) Py_CLEAR(list);
     vm_scratch_free(row);
     return list;
 }

@@ -14,6 +14,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -25,16 +26,23 @@ ENGINE = Path(__file__).resolve().parent
 PAGE, ROOT = ENGINE.parent, ENGINE.parents[2]
 ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", "wasm32-wasi", "-Oz"]
 SOURCES = ["csrc/*.c", "csrc/predict/*.c", "csrc/python/*.c", "kernels/*.c", "kernels/ref/*.c", "docs/page/engine/*.c"]
+SIZES = {"VOID_P": 4, "SIZE_T": 4, "INT": 4, "LONG": 4, "LONG_LONG": 8, "WCHAR_T": 4}
+ALLOCATOR = ("Malloc", "Calloc", "Realloc", "Free")
 NOT_IN_THE_CORE = {"py_cuda.c", "py_kernels.c", "py_lock.c", "py_model.c", "py_run.c"}  # the page runs no VAE
 # The modules that ask.py calls: vaemem's names are imported on first use.
 CALLED = ["out_of_memory.explanation", "pipelines.plan", "pipelines.predict_pipeline", "prediction.predict"]
 CALLED += [f"pipelines.by_{program}" for program in ("comfyui", "diffusers", "mlx", "sdcpp")]
 # Of Brython's library, what the package imports in the page, directly or not. lib/ has short ones of our own.
 LIBRARY = """
-    __future__ _codecs _collections _collections_abc _contextvars _io _io_classes _locale _operator _py_abc
+    __future__ _codecs _collections _collections_abc _contextvars _functools _io _io_classes _locale _operator _py_abc
     _py_warnings _thread _weakref _weakrefset abc browser builtins codecs collections contextlib difflib errno
-    fractions genericpath heapq io itertools keyword math numbers operator os posix posixpath
+    fractions functools genericpath heapq io itertools keyword math numbers operator os posix posixpath
     reprlib stat sys textwrap time types warnings
+""".split()
+# Modules that are imported and not needed: each is lib/_absent.py.
+ABSENT = """
+    _colorize csv ctypes decimal fcntl importlib.util inspect ml_dtypes mmap pickle pkgutil shutil struct tempfile
+    threading traceback uuid vaemem.engine.vae zipfile
 """.split()
 
 
@@ -42,15 +50,14 @@ class Strip(ast.NodeTransformer):
     """Removes docstrings and annotations. A class with fields gets their names as __fields__, which lib/dataclasses.py
     and lib/typing.py read."""
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        self.generic_visit(node)
-        node.returns = None
-        args = node.args
-        for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]:
-            if arg:
-                arg.annotation = None
-        if ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
@@ -82,19 +89,18 @@ def read_modules() -> dict[str, tuple[ast.Module, bool]]:
     """Read ask.py and all modules that it imports; those of lib/ replace others of their names. Return {name: (code,
     whether it is a package)}. ModuleNotFoundError if one imports, when it is loaded, what the page does not have."""
     found = dict[str, tuple[ast.Module, bool]]()
-    ours = (
-        path.relative_to(ENGINE / "lib").with_suffix("") for path in (ENGINE / "lib").glob("*")
-    )  # Brython's need some
-    wanted = ["ask", *(f"vaemem.{name}" for name in CALLED), *map(str, ours)]
+    ours = [path.stem for path in (ENGINE / "lib").glob("*")]  # Brython's need some
+    wanted = ["ask", *(f"vaemem.{name}" for name in CALLED), *ours, *ABSENT]
     while wanted:
-        parts = wanted.pop().split(".")
-        wanted += [".".join(parts[:-1])] * (len(parts) > 1)
+        name = wanted.pop()
+        wanted += [name.rpartition(".")[0]] * ("." in name)
+        parts = ("_absent" if name in ABSENT else name).split(".")
         files = (root.joinpath(*parts).with_suffix(end) for root in (ENGINE / "lib", PAGE, ROOT) for end in ("", ".py"))
         for path in (file / "__init__.py" if file.is_dir() else file for file in files):
-            if path.is_file() and ".".join(parts) not in found:
+            if path.is_file() and name not in found:
                 tree = Strip().visit(ast.parse(path.read_text("utf-8")))
                 wanted += imports(tree)
-                found[".".join(parts)] = ast.fix_missing_locations(tree), path.name == "__init__.py"
+                found[name] = ast.fix_missing_locations(tree), path.name == "__init__.py"
     for name, (tree, _) in found.items():
         loaded = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
         roots = {one.partition(".")[0] for one in imports(loaded)} & sys.stdlib_module_names
@@ -135,15 +141,19 @@ def write_json(path: Path, made: Any) -> None:
 
 def compile_core(out: Path) -> None:
     sources = [p for pattern in SOURCES for p in sorted(ROOT.glob(pattern)) if p.name not in NOT_IN_THE_CORE]
-    flags = ["-std=gnu11", "-fno-sanitize=all", "-fvisibility=hidden", f"-I{ENGINE / 'include'}"]
+    # Python's headers, with the sizes of WebAssembly's types in place of pyconfig.h, and one allocator.
+    defined = ["Py_LIMITED_API=0x030B0000", "Py_PYCONFIG_H", *(f"PyMem_{name}={name.lower()}" for name in ALLOCATOR)]
+    defined += [f"SIZEOF_{name}={size}" for name, size in SIZES.items()]
+    included = [f"-I{ENGINE / 'include'}", f"-I{sysconfig.get_path('include')}", *(f"-D{one}" for one in defined)]
+    flags = ["-std=gnu11", "-fno-sanitize=all", "-fvisibility=hidden", *included]
     flags.append("-Wno-deprecated-declarations")  # getpid, which there is not
 
     with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [f"{folder}/{i}.o" for i in range(len(sources))]
         commands = [[*ZIG, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
         list(pool.map(lambda command: subprocess.run(command, check=True), commands))
-        exported = [f"-Wl,--export={name}" for name in ("PyInit__core", "malloc", "free")]
-        linked = ["-mexec-model=reactor", "-s", "-Wl,--import-symbols", "-Wl,--export-table", *exported]
+        exported = ["-Wl,--export-dynamic", "-Wl,--export-table", "-Wl,--export=malloc", "-Wl,--export=free"]
+        linked = ["-mexec-model=reactor", "-s", "-Wl,--import-symbols", *exported]
         subprocess.run([*ZIG, *linked, *objects, "-o", str(out)], check=True)
 
 

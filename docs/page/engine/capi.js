@@ -1,19 +1,17 @@
-/* Python's C API over Brython's objects: with it the package's own bindings (csrc/python), compiled to WebAssembly, run
- * in the page.
+/* Python's stable ABI over Brython's objects: with it the package's own bindings (csrc/python), compiled to WebAssembly
+ * with Python's own headers, run in the page.
  *
- * C knows an object by a number. An object of one of C's own types has the address of its struct, which is even. Every
- * other object has an odd number: twice its place in `slots`, and 1. A slot counts C's references. The first slots are
- * FIXED, in the order of include/Python.h. What C borrows, and the text of strings, live until the outermost call
- * returns. */
+ * C knows an object by the address of two words: how many references C has to it, and the address of its type. C counts
+ * by itself, and calls _Py_Dealloc when none is left. An object of one of C's own types goes on there, and lives until
+ * Python has no reference either. What C borrows, and the text of strings, live until the outermost call returns. */
 "use strict";
 
-function makeCore($B, wasm, helpers) {
-    const b = $B.builtins, None = b.None;
-    const FIXED = [None, true, false, b.TypeError, b.ValueError, b.RuntimeError, b.OverflowError, b.MemoryError,
-                   b.KeyError, b.tuple, b.list, b.dict, b.int, b.str, b.bool, b.float, b.bytes, helpers.ndarray];
-    const METH_KEYWORDS = 2, METH_NOARGS = 4, METH_O = 8, METH_CLASS = 16, METH_STATIC = 32;
-    const [TP_BASE, , TP_DEALLOC, , TP_FREE, TP_GETSET, TP_METHODS, TP_NEW] = [1, 2, 3, 4, 5, 6, 7, 8];
-    const PINNED = 1e9;
+function makeCore($B, wasm, ndarray, caller, getter, make_object) {
+    const b = $B.builtins, None = b.None, NAMES = {Long: "int", Unicode: "str"};
+    const FLAGGED = [b.int, b.list, b.tuple, b.bytes, b.str, b.dict]; // in the order of their Py_TPFLAGS, from bit 24
+    const METH_NEW = 3, METH_NOARGS = 4, METH_O = 8, METH_CLASS = 16, METH_STATIC = 32;
+    const TP_BASE = 48, TP_DEALLOC = 52, TP_METHODS = 64, TP_NEW = 65, TP_GETSET = 73, TP_FREE = 74;
+    const FIXED = 1 << 29; // references, never counted down to 0
 
     let exports, memory, table;
     let bytes = new Uint8Array(), words = new Int32Array(), doubles = new DataView(new ArrayBuffer());
@@ -30,120 +28,76 @@ function makeCore($B, wasm, helpers) {
     const long = at => (freshen(), doubles.getBigUint64(at >>> 0, true));
     const setLong = (at, value) => { freshen(); doubles.setBigUint64(at >>> 0, BigInt.asUintN(64, value), true); };
     const double = at => (freshen(), doubles.getFloat64(at >>> 0, true));
+    const setDouble = (at, value) => { freshen(); doubles.setFloat64(at >>> 0, value, true); };
     const span = (at, size) => (freshen(), bytes.subarray(at >>> 0, (at >>> 0) + size));
     const string = at => at ? text.decode(span(at, (freshen(), bytes.indexOf(0, at >>> 0)) - (at >>> 0))) : null;
     const allocate = size => exports.malloc(size) || $B.RAISE(b.MemoryError, "the page's memory is full");
 
     // ---- objects ----
 
-    const slots = FIXED.map(object => ({object, count: PINNED})), empty = [], pinned = new Map();
-    FIXED.forEach((object, i) => pinned.set(object, 2 * i + 1));
-    // Of C's own objects, by address: those that C refers to, all, and their types. Then types, by number.
-    const own = new Map(), weak = new Map(), typeAt = new Map(), types = new Map();
-    const gone = new FinalizationRegistry(address => {
-        weak.delete(address);
-        table.get(described(get(typeAt.get(address))).dealloc)(address);
-        typeAt.delete(address);
-    });
-
-    const put = (object, count) => {
-        const i = empty.length ? empty.pop() : slots.push(null) - 1;
-        slots[i] = {object, count};
-        return 2 * i + 1;
+    const objects = new Map(), types = new Map(), flags = new Map(); // by address; types: C's own
+    const fixed = new Map(), empty = []; // addresses of objects that C may always know; addresses to use again
+    const gone = new FinalizationRegistry(free => free());
+    const fix = (object, at) => {
+        objects.set(at, object);
+        fixed.set(object, at);
+        setWord(at, FIXED);
+        setWord(at + 4, object === b.type ? at : typeAt(object));
+        return at;
     };
-    const pin = object => {
-        let number = pinned.get(object);
-        if (number === undefined) pinned.set(object, number = put(object, PINNED));
-        return number;
-    };
+    const fixedAt = object => fixed.get(object) ?? fix(object, allocate(8));
+    const typeAt = object => fixedAt($B.get_class(object));
     const toC = object => { // a new reference
-        const address = object.$address;
-        if (address !== undefined) {
-            own.set(address, object);
-            setWord(address, word(address) + 1);
-            return address;
+        let at = object.$address ?? (typeof object === "string" ? undefined : fixed.get(object));
+        if (at === undefined) {
+            at = empty.pop() ?? allocate(8);
+            setWord(at, 0);
+            setWord(at + 4, typeAt(object));
         }
-        if (typeof object !== "number" && typeof object !== "string") {
-            const number = pinned.get(object);
-            if (number !== undefined) return number;
-        }
-        return put(object, 1);
+        if (!word(at)) objects.set(at, object);
+        setWord(at, word(at) + 1);
+        return at;
     };
-    const get = number => number & 1 ? slots[number >> 1].object : own.get(number) ?? weak.get(number).deref();
-    const keep = number => {
-        if (number & 1) slots[number >> 1].count++;
-        else {
-            own.set(number, get(number));
-            setWord(number, word(number) + 1);
-        }
+    const get = at => objects.get(at);
+    const release = at => {
+        if (get(at).$address === undefined) empty.push(at);
+        objects.delete(at);
     };
-    const drop = number => {
-        if (number & 1) {
-            const slot = slots[number >> 1];
-            if (--slot.count) return;
-            slots[number >> 1] = null;
-            empty.push(number >> 1);
-        } else {
-            const count = word(number) - 1;
-            setWord(number, count);
-            if (!count) own.delete(number);
-        }
+    const drop = at => {
+        setWord(at, word(at) - 1);
+        if (!word(at)) release(at);
     };
-    const take = number => { // the object of a reference that C gives up
-        const object = get(number);
-        drop(number);
+    const take = at => { // the object of a reference that C gives up
+        const object = get(at);
+        drop(at);
         return object;
     };
 
     // ---- what lives until the outermost call returns ----
 
-    let depth = 0, borrowed = [], texts = [];
+    let depth = 0, borrowed = [], texts = [], error = null;
     const lend = object => {
-        const number = toC(object);
-        borrowed.push(number);
-        return number;
+        const at = toC(object);
+        borrowed.push(at);
+        return at;
     };
     const lendText = (object, length) => {
         const coded = encoder.encode(object), at = allocate(coded.length + 1);
-        span(at, coded.length + 1).set(coded);
+        span(at, coded.length).set(coded);
         span(at + coded.length, 1)[0] = 0;
         texts.push(at);
         if (length) setWord(length, coded.length);
         return at;
     };
-
-    // ---- errors ----
-
-    let error = null;
-    const fail = (type, message) => {
-        error = $B.$call(type, message);
-        return 0;
-    };
-    const attempt = (work, otherwise = 0) => {
-        try {
-            return work();
-        } catch (raised) {
-            error = $B.exception(raised);
-            return otherwise;
-        }
-    };
-    const itemsOf = new WeakMap(); // of dicts that C walks through
-    const typeOf = object => $B.get_class(object);
+    const last = name => name.split(".").pop(), nameOf = type => $B.class_name({ob_type: type});
 
     // ---- numbers ----
 
     const toInt = big => BigInt.asIntN(53, big) === big ? Number(big) : big;
-    const whole = object => typeof object === "boolean" ? +object : typeof object === "object" ? object.value : object;
     const isWhole = object => ["number", "bigint", "boolean"].includes(typeof object) || $B.is_int(object);
     const asLong = (object, low, high) => {
-        if (!isWhole(object)) {
-            fail(b.TypeError, "an integer is required");
-            return -1n;
-        }
-        const big = BigInt(whole(object));
-        if (big >= low && big <= high) return big;
-        fail(b.OverflowError, "Python int too large to convert to C");
-        return -1n;
+        const big = BigInt(isWhole(object) ? $B.PyNumber_Index(object) : $B.RAISE(b.TypeError, "expected an integer"));
+        return big >= low && big <= high ? big : $B.RAISE(b.OverflowError, "Python int too large to convert to C");
     };
     const U32 = (1n << 32n) - 1n, U64 = (1n << 64n) - 1n, I31 = (1n << 31n) - 1n, I63 = (1n << 63n) - 1n;
     const asFloat = object => object.value !== undefined ? Number(object.value) : Number(object);
@@ -169,18 +123,17 @@ function makeCore($B, wasm, helpers) {
 
     const build = (pattern, values) => {
         let at = 0;
-        const end = {"(": ")", "{": "}"};
         const item = () => {
             const kind = pattern[at++];
             switch (kind) {
-            case "s": case "z": { const where = values.word(); return where ? string(where) : None; }
+            case "s": case "z": return string(values.word()) ?? None;
             case "n": case "i": case "l": return values.word();
             case "I": case "k": return values.word() >>> 0;
             case "K": return toInt(values.long());
             case "L": return toInt(BigInt.asIntN(64, values.long()));
             case "d": case "f": return $B.fast_float(values.double());
             case "O": return get(values.word());
-            case "N": { const number = values.word(); return number ? take(number) : undefined; }
+            case "N": { const given = values.word(); return given ? take(given) : undefined; }
             case "(": return $B.fast_tuple(items(")"));
             case "{": {
                 const pairs = items("}"), dict = $B.empty_dict();
@@ -192,53 +145,32 @@ function makeCore($B, wasm, helpers) {
         };
         const items = last => {
             const all = [];
-            while (at < pattern.length && pattern[at] !== last) {
-                if (", :".includes(pattern[at])) at++;
-                else all.push(item());
-            }
+            for (; at < pattern.length && pattern[at] !== last; ) ", :".includes(pattern[at]) ? at++ : all.push(item());
             at++;
             return all;
         };
         const all = items("");
-        return error ? undefined : all.length === 1 ? all[0] : all.length ? $B.fast_tuple(all) : None;
+        if (error) throw error;
+        return all.length === 1 ? all[0] : all.length ? $B.fast_tuple(all) : None;
     };
 
-    // Stores one argument; false with an error set.
+    // Stores one argument.
     const store = (object, kind, values, name) => {
         const at = values.word();
-        const wrong = wanted => {
-            fail(b.TypeError, `${name}: expected ${wanted}, got ${$B.class_name(object)}`);
-            return false;
-        };
+        const wrong = wanted =>
+            $B.RAISE(b.TypeError, `${name}: expected ${wanted}, got ${$B.class_name(object)}`);
+        if ("inlIkKL".includes(kind) && !isWhole(object)) wrong("int");
+        if ("sz".includes(kind) && typeof object !== "string" && !(kind === "z" && object === None)) wrong("str");
         switch (kind) {
-        case "O": setWord(at, lend(object)); return true;
-        case "O!": {
-            if (!b.isinstance(object, get(at))) return wrong($B.class_name(get(at)));
-            setWord(values.word(), lend(object));
-            return true;
-        }
-        case "O&": return !!table.get(at)(lend(object), values.word()) || (error || wrong("another value"), false);
-        case "s": case "z":
-            if (kind === "z" && object === None) setWord(at, 0);
-            else if (typeof object !== "string") return wrong("str");
-            else setWord(at, lendText(object));
-            return true;
-        case "p": setWord(at, +$B.$bool(object)); return true;
-        case "i": case "n": case "l": case "I": case "k": {
-            if (!isWhole(object)) return wrong("int");
-            const big = asLong(object, -I31 - 1n, U32);
-            if (error) return false;
-            setWord(at, Number(BigInt.asIntN(32, big)));
-            return true;
-        }
-        case "K": case "L":
-            if (!isWhole(object)) return wrong("int");
-            setLong(at, BigInt(whole(object)));
-            return true;
-        case "d":
-            freshen();
-            doubles.setFloat64(at >>> 0, asFloat(object), true);
-            return true;
+        case "O": return setWord(at, lend(object));
+        case "O!":
+            return setWord(values.word(), b.isinstance(object, get(at)) ? lend(object) : wrong(nameOf(get(at))));
+        case "O&": if (table.get(at)(lend(object), values.word())) return; throw error;
+        case "s": case "z": return setWord(at, object === None ? 0 : lendText(object));
+        case "p": return setWord(at, +$B.$bool(object));
+        case "i": case "n": case "l": case "I": case "k": return setWord(at, Number(asLong(object, -I31 - 1n, U32)));
+        case "K": case "L": return setLong(at, BigInt($B.PyNumber_Index(object)));
+        case "d": return setDouble(at, asFloat(object));
         default: throw Error(`capi.js: no ${kind} among arguments`);
         }
     };
@@ -255,14 +187,12 @@ function makeCore($B, wasm, helpers) {
                 object = b.dict.$getitem(kwargs, name);
                 used++;
             }
-            if (object === undefined) {
-                if (required) return fail(b.TypeError, `missing argument ${name}`);
-                values.word();
-                if (kind.length > 1) values.word();
-            } else if (!store(object, kind, values, name)) return 0;
+            if (object !== undefined) store(object, kind, values, name);
+            else if (required) $B.RAISE(b.TypeError, `missing argument ${name}`);
+            else for (const _ of kind) values.word();
         }
-        if (args.length > place) return fail(b.TypeError, `expected at most ${place} arguments, got ${args.length}`);
-        if (kwargs && b.len(kwargs) > used) return fail(b.TypeError, "got an unexpected keyword argument");
+        if (args.length > place) $B.RAISE(b.TypeError, `expected at most ${place} arguments, got ${args.length}`);
+        if (kwargs && b.len(kwargs) > used) $B.RAISE(b.TypeError, "got an unexpected keyword argument");
         return 1;
     };
 
@@ -271,7 +201,11 @@ function makeCore($B, wasm, helpers) {
     const within = work => { // the end of the outermost call frees what C borrowed
         depth++;
         try {
-            return finish(work());
+            const made = work();
+            if (made) return take(made);
+            const raised = error ?? Error("capi.js: C failed without an exception");
+            error = null;
+            throw raised;
         } finally {
             if (!--depth) {
                 borrowed.forEach(drop);
@@ -281,133 +215,84 @@ function makeCore($B, wasm, helpers) {
             }
         }
     };
-    const call = (pointer, flags, self, args, kwargs) => within(() => {
-        const me = self === None ? 0 : lend(self), run = table.get(pointer);
-        if (flags & METH_NOARGS) return run(me, 0);
-        if (flags & METH_O) return run(me, lend(args[0]));
-        if (flags & METH_KEYWORDS) return run(me, lend(args), b.len(kwargs) ? lend(kwargs) : 0);
-        return run(me, lend(args));
+    const call = (pointer, flags, isFree, given, kwargs) => within(() => {
+        const me = isFree ? 0 : lend(given[0]), args = isFree ? given : $B.fast_tuple(given.slice(1));
+        const more = flags & METH_NOARGS ? 0 : lend(flags & METH_O ? args[0] : args);
+        return table.get(pointer)(me, more, b.len(kwargs) ? lend(kwargs) : 0); // the last only for METH_KEYWORDS
     });
     const read = (pointer, self, closure) => within(() => table.get(pointer)(lend(self), closure));
-    const finish = number => {
-        if (number) return take(number);
-        const raised = error ?? Error("capi.js: C failed without an exception");
-        error = null;
-        throw raised;
-    };
 
     // ---- types and modules ----
 
-    const module = {};
-    const methodsAt = at => {
-        const all = [];
-        for (; word(at); at += 16) all.push([string(word(at)), word(at + 4), word(at + 8)]);
-        return all;
-    };
-    const caller = helpers.caller;
-    const addFunctions = at => methodsAt(at).forEach(([name, pointer, flags]) => {
-        module[name] = $B.$call(caller, pointer, flags, true);
-    });
-    const makeType = spec => {
-        const type = {name: string(word(spec)), size: word(spec + 4)}, slot = {};
-        for (let at = word(spec + 16); word(at); at += 8) slot[word(at)] = word(at + 4);
-        type.dealloc = slot[TP_DEALLOC];
-        const names = $B.empty_dict(), add = (name, value) => b.dict.$setitem(names, name, value);
-        for (const [name, pointer, flags] of slot[TP_METHODS] ? methodsAt(slot[TP_METHODS]) : []) {
-            const made = $B.$call(caller, pointer, flags, !!(flags & METH_STATIC));
-            add(name, flags & METH_STATIC ? $B.$call(b.staticmethod, made)
-                      : flags & METH_CLASS ? $B.$call(b.classmethod, made) : made);
+    const module = $B.empty_dict();
+    const add = (names, name, value) => { b.dict.$setitem(names, name, value); return 0; };
+    const addMethods = (names, at, isFree) => {
+        for (; at && word(at); at += 16) {
+            const flags = word(at + 8);
+            const wrap = flags & METH_STATIC ? b.staticmethod : flags & METH_CLASS ? b.classmethod : null;
+            const made = $B.$call(caller, word(at + 4), flags, isFree || !!(flags & METH_STATIC));
+            add(names, string(word(at)), wrap ? $B.$call(wrap, made) : made);
         }
-        for (let at = slot[TP_GETSET] ?? 0; at && word(at); at += 20)
-            add(string(word(at)), $B.$call(helpers.getter, word(at + 4), word(at + 16)));
-        const made = $B.$call(helpers.make_type, type.name, slot[TP_NEW] ?? 0, names);
-        types.set(pin(made), type);
+        return 0;
+    };
+    const makeType = spec => {
+        const slot = {}, names = $B.empty_dict(), name = last(string(word(spec)));
+        for (let at = word(spec + 16); word(at); at += 8) slot[word(at)] = word(at + 4);
+        addMethods(names, slot[TP_METHODS], false);
+        for (let at = slot[TP_GETSET]; at && word(at); at += 20)
+            add(names, string(word(at)), $B.$call(getter, word(at + 4), word(at + 16)));
+        if (slot[TP_NEW]) add(names, "__new__", $B.$call(caller, slot[TP_NEW], METH_NEW, false));
+        const made = $B.$call(b.type, name, $B.fast_tuple([b.object]), names);
+        types.set(fixedAt(made), {name, size: word(spec + 4), dealloc: slot[TP_DEALLOC]});
         return made;
     };
-    const described = cls => {
-        while (!types.has(pin(cls))) cls = cls.tp_bases[0];
-        return types.get(pin(cls));
-    };
+    const described = cls => types.get(fixedAt(cls)) ?? described(cls.tp_bases[0]);
 
     const python = {
-        Py_INCREF_: keep,
-        Py_DECREF_: drop,
-        Py_TYPE_: number => number & 1 ? pin(typeOf(get(number))) : typeAt.get(number),
-        vm_instance: (number, type, exact) => {
-            const object = get(number), wanted = get(type);
-            return +(typeOf(object) === wanted || (!exact && b.isinstance(object, wanted)));
-        },
-
+        _Py_Dealloc: release,
         PyArg_ParseTuple: (args, pattern, values) => parse(get(args), null, string(pattern), 0, reader(values)),
         PyArg_ParseTupleAndKeywords: (args, kwargs, pattern, names, values) =>
             parse(get(args), kwargs ? get(kwargs) : null, string(pattern), names, reader(values)),
-        PyArg_Parse: (object, pattern, values) => parse([get(object)], null, string(pattern), 0, reader(values)),
-        Py_BuildValue: (pattern, values) => {
-            const made = build(string(pattern), reader(values));
-            return made === undefined ? 0 : toC(made);
-        },
-        PyCallable_Check: number => +b.callable(get(number)),
+        Py_BuildValue: (pattern, values) => toC(build(string(pattern), reader(values))),
 
         PyDict_New: () => toC($B.empty_dict()),
-        PyDict_Copy: dict => attempt(() => toC($B.$call(helpers.copy_dict, get(dict)))),
+        PyDict_Copy: dict => toC($B.$call(b.dict, get(dict))),
         PyDict_GetItemString: (dict, key) => {
             const name = string(key), object = get(dict);
             return b.dict.$contains(object, name) ? lend(b.dict.$getitem(object, name)) : 0;
         },
-        PyDict_SetItemString: (dict, key, value) =>
-            attempt(() => (b.dict.$setitem(get(dict), string(key), get(value)), 0), -1),
-        PyDict_SetItem: (dict, key, value) =>
-            attempt(() => (b.dict.$setitem(get(dict), get(key), get(value)), 0), -1),
-        PyDict_Next: (dict, place, key, value) => {
-            const at = word(place), items = at ? itemsOf.get(get(dict)) : $B.$call(helpers.items, get(dict));
-            if (!at) itemsOf.set(get(dict), items);
-            if (at >= items.length) return 0;
-            setWord(place, at + 1);
-            setWord(key, lend(items[at][0]));
-            setWord(value, lend(items[at][1]));
-            return 1;
-        },
+        PyDict_SetItemString: (dict, key, value) => add(get(dict), string(key), get(value)),
+        PyDict_SetItem: (dict, key, value) => add(get(dict), get(key), get(value)),
+        PyDict_Items: dict => toC($B.$list(
+            Array.from(b.dict.$iter_items(get(dict)), ({key, value}) => $B.fast_tuple([key, value])))),
 
+        PyErr_CheckSignals: () => 0,
         PyErr_Clear: () => { error = null; },
         PyErr_ExceptionMatches: type => +(error !== null && b.isinstance(error, get(type))),
-        PyErr_Fetch: (type, value, traceback) => {
-            setWord(type, error ? pin(typeOf(error)) : 0);
-            setWord(value, error ? toC(error) : 0);
-            setWord(traceback, 0);
-            error = null;
-        },
-        PyErr_Restore: (type, value) => { error = value ? take(value) : null; },
-        PyErr_Format: (type, pattern, values) => fail(get(type), format(pattern, reader(values))),
         PyErr_NewExceptionWithDoc: (name, doc, base) =>
-            toC($B.$call(helpers.make_exception, string(name), string(doc), get(base))),
-        PyErr_NoMemory: () => fail(b.MemoryError, ""),
-        PyErr_Occurred: () => error ? pin(typeOf(error)) : 0,
+            toC($B.$call(b.type, last(string(name)), $B.fast_tuple([get(base)]), $B.empty_dict())),
+        PyErr_NoMemory: () => $B.RAISE(b.MemoryError, ""),
+        PyErr_Occurred: () => error ? typeAt(error) : 0,
         PyErr_SetObject: (type, value) => { error = get(value); },
-        PyErr_SetString: (type, message) => { fail(get(type), string(message)); },
+        PyErr_SetString: (type, message) => { error = $B.$call(get(type), string(message)); },
+        PyEval_RestoreThread: () => {},
+        PyEval_SaveThread: () => 0,
 
-        PyFloat_AsDouble: number => attempt(() => asFloat($B.$call(b.float, get(number))), -1),
+        PyFloat_AsDouble: number => asFloat($B.$call(b.float, get(number))),
         PyFloat_FromDouble: value => toC($B.fast_float(value)),
-        PyImport_ImportModule: name => attempt(() => toC($B.$call(helpers.import_module, string(name)))),
+        PyImport_ImportModule: name => toC($B.imported[string(name)]),
 
         PyList_Append: (list, item) => (get(list).push(get(item)), 0),
         PyList_AsTuple: list => toC($B.fast_tuple(get(list).slice())),
         PyList_GetItem: (list, i) => lend(get(list)[i]),
-        PyList_New: size => toC($B.$list(new Array(size).fill(None))),
-        PyList_SetItem: (list, i, item) => (get(list)[i] = take(item), 0),
+        PyList_New: () => toC($B.$list([])), // of 0 items
         PyList_Size: list => get(list).length,
         PyTuple_GetItem: (tuple, i) => lend(get(tuple)[i]),
-        PyTuple_New: size => toC($B.fast_tuple(new Array(size).fill(None))),
-        PyTuple_Pack: (size, at) => {
-            const values = reader(at);
-            return toC($B.fast_tuple(Array.from({length: size}, () => get(values.word()))));
-        },
-        PyTuple_SetItem: (tuple, i, item) => (get(tuple)[i] = take(item), 0),
         PyTuple_Size: tuple => get(tuple).length,
         PySequence_Concat: (one, other) => toC($B.fast_tuple([...get(one), ...get(other)])),
-        PySequence_Tuple: number => {
-            const object = get(number);
-            if ($B.is_list(object) || $B.is_tuple(object)) return toC($B.fast_tuple(object.slice()));
-            return attempt(() => toC($B.$call(b.tuple, object)));
+        PySequence_Tuple: sequence => {
+            const object = get(sequence), isArray = $B.is_list(object) || $B.is_tuple(object);
+            return toC(isArray ? $B.fast_tuple(object.slice()) : $B.$call(b.tuple, object));
         },
 
         PyLong_AsLong: number => Number(asLong(get(number), -I31 - 1n, I31)),
@@ -415,70 +300,66 @@ function makeCore($B, wasm, helpers) {
         PyLong_AsSize_t: number => Number(asLong(get(number), 0n, U32)) | 0,
         PyLong_AsUnsignedLong: number => Number(asLong(get(number), 0n, U32)) | 0,
         PyLong_AsUnsignedLongLong: number => asLong(get(number), 0n, U64),
-        PyLong_FromLong: value => put(value, 1),
-        PyLong_FromLongLong: value => put(toInt(value), 1),
-        PyLong_FromSize_t: value => put(value >>> 0, 1),
-        PyLong_FromUnsignedLong: value => put(value >>> 0, 1),
-        PyLong_FromUnsignedLongLong: value => put(toInt(BigInt.asUintN(64, value)), 1),
-        PyBool_FromLong: value => pinned.get(value !== 0),
-        PyNumber_Index: number => {
-            if (isWhole(get(number))) return keep(number), number;
-            return attempt(() => toC($B.$call(helpers.index, get(number))));
-        },
+        PyLong_FromLong: value => toC(value),
+        PyLong_FromLongLong: value => toC(toInt(value)),
+        PyLong_FromSize_t: value => toC(value >>> 0),
+        PyLong_FromUnsignedLong: value => toC(value >>> 0),
+        PyLong_FromUnsignedLongLong: value => toC(toInt(BigInt.asUintN(64, value))),
+        PyBool_FromLong: value => toC(value !== 0),
+        PyNumber_Index: number => toC($B.PyNumber_Index(get(number))),
 
         PyModuleDef_Init: definition => {
-            addFunctions(word(definition + 16));
-            for (let at = word(definition + 20); word(at); at += 8) table.get(word(at + 4))(pin(module));
+            addMethods(module, word(definition + 32), true);
+            for (let at = word(definition + 36); word(at); at += 8) table.get(word(at + 4))(lend(module));
             return 0;
         },
-        PyModule_AddFunctions: (_, at) => (addFunctions(at), 0),
-        PyModule_AddObjectRef: (_, name, object) => (module[string(name)] = get(object), 0),
-        PyModule_AddType: (_, type) => (module[types.get(type).name.split(".").pop()] = get(type), 0),
+        PyModule_AddFunctions: (_, at) => addMethods(module, at, true),
+        PyModule_AddObjectRef: (_, name, object) => add(module, string(name), get(object)),
+        PyModule_AddType: (_, type) => add(module, types.get(type).name, get(type)),
 
-        PyObject_CallFunction: (called, pattern, values) => attempt(() => {
-            const args = pattern ? build(`(${string(pattern)})`, reader(values)) : [];
-            return toC($B.$call(get(called), ...args));
-        }),
-        PyObject_CallMethod: (object, name, pattern, values) => attempt(() => {
-            const args = build(`(${string(pattern)})`, reader(values));
-            return toC($B.$call($B.$getattr(get(object), string(name)), ...args));
-        }),
-        PyObject_GetAttrString: (object, name) => attempt(() => {
-            const of = get(object);
-            return toC(of === module ? module[string(name)] : $B.$getattr(of, string(name)));
-        }),
-        PyObject_IsTrue: number => attempt(() => +$B.$bool(get(number)), -1),
+        PyObject_CallFunction: (called, pattern, values) =>
+            toC($B.$call(get(called), ...build(`(${string(pattern)})`, reader(values)))),
+        PyObject_CallMethod: (object, name, pattern, values) => toC(
+            $B.$call($B.$getattr(get(object), string(name)), ...build(`(${string(pattern)})`, reader(values)))),
+        PyObject_GC_UnTrack: () => {},
+        PyObject_GetAttrString: (object, name) => {
+            const of = get(object), read = of === module ? b.dict.$getitem : $B.$getattr;
+            return toC(read(of, string(name)));
+        },
+        PyObject_IsTrue: object => +$B.$bool(get(object)),
         PyObject_SetAttrString: (object, name, value) =>
-            attempt(() => ($B.$call(b.setattr, get(object), string(name), get(value)), 0), -1),
+            ($B.$call(b.setattr, get(object), string(name), get(value)), 0),
 
         PyType_FromModuleAndSpec: (_, spec) => toC(makeType(spec)),
         PyType_GenericAlloc: type => {
-            const cls = get(type), of = described(cls), address = allocate(of.size);
-            span(address, of.size).fill(0);
-            setWord(address, 1);
-            const object = $B.$call(helpers.allocate, cls);
-            object.$address = address;
-            own.set(address, object);
-            weak.set(address, new WeakRef(object));
-            typeAt.set(address, pin(cls));
-            gone.register(object, address);
-            return address;
+            const {size, dealloc} = described(get(type)), at = allocate(size);
+            const object = $B.$call(make_object, get(type));
+            span(at, size).fill(0);
+            setWord(at, 1);
+            setWord(at + 4, type);
+            objects.set(at, object);
+            object.$address = at;
+            gone.register(object, () => table.get(dealloc)(at));
+            return at;
         },
-        PyType_GetModule: () => pin(module),
-        PyType_GetName: type => toC($B.class_name({ob_type: get(type)})),
+        PyType_GetFlags: type => {
+            const combine = (all, one, i) => all | b.issubclass(get(type), one) << 24 + i;
+            if (!flags.has(type)) flags.set(type, FLAGGED.reduce(combine, 0));
+            return flags.get(type);
+        },
+        PyType_GetModule: () => fixedAt(module),
+        PyType_GetName: type => toC(nameOf(get(type))),
         PyType_GetSlot: (type, slot) => {
-            if (slot === TP_FREE) return freeAt;
+            if (slot === TP_FREE) return word(exports.free_pointer.value);
             if (slot === TP_DEALLOC) return types.get(type)?.dealloc ?? 0;
-            return slot === TP_BASE && !types.has(type) && get(type).tp_bases.length ? pin(get(type).tp_bases[0]) : 0;
+            const [base] = slot === TP_BASE && !types.has(type) ? get(type).tp_bases : [];
+            return base ? fixedAt(base) : 0;
         },
+        PyType_IsSubtype: (type, base) => +b.issubclass(get(type), get(base)),
 
-        PyUnicode_AsUTF8AndSize: (number, length) => {
-            const object = get(number);
-            return typeof object === "string" ? lendText(object, length) : fail(b.TypeError, "expected str");
-        },
-        PyUnicode_CompareWithASCIIString: (number, at) => +(get(number) !== string(at)),
-        PyUnicode_DecodeUTF8: (at, size) => toC(text.decode(span(at, size))),
-        PyUnicode_FromFormat: (pattern, values) => toC(format(pattern, reader(values))),
+        PyUnicode_AsUTF8AndSize: (object, length) =>
+            lendText(typeof get(object) === "string" ? get(object) : $B.RAISE(b.TypeError, "expected str"), length),
+        PyUnicode_CompareWithASCIIString: (object, at) => +(get(object) !== string(at)),
         PyUnicode_FromFormatV: (pattern, values) => toC(format(pattern, reader(values))),
         PyUnicode_FromString: at => toC(string(at)),
         PyUnicode_Split: (object, separator, most) => {
@@ -487,30 +368,45 @@ function makeCore($B, wasm, helpers) {
             return toC($B.$list(parts));
         },
 
-        PyArray_SimpleNew: (dims, sizes, type) => {
-            const length = word(sizes), address = allocate(8 * length + 1), object = $B.$call(helpers.ndarray);
+        PyArray_SimpleNew: (dims, sizes) => {
+            const length = word(sizes), address = allocate(8 * length + 1), object = $B.$call(ndarray);
             object.$data = {address, length};
-            freed.register(object, address);
+            gone.register(object, () => exports.free(address));
             return toC(object);
         },
-        PyArray_DATA: number => get(number).$data.address,
+        PyArray_DATA: array => get(array).$data.address,
         pthread_atfork: () => 0,
     };
-    const freed = new FinalizationRegistry(address => exports.free(address));
-    const tolist = array => {
-        const {address, length} = array.$data, all = [];
-        for (let i = 0; i < length; i++) all.push(toInt(long(address + 8 * i)));
-        return $B.$list(all);
-    };
+    const tolist = ({$data: {address, length}}) =>
+        $B.$list(Array.from({length}, (_, i) => toInt(long(address + 8 * i))));
 
-    const missing = name => () => { throw Error(`capi.js: the page has no ${name}`); };
+    // An exception becomes C's, with the value that says so.
     const imports = {};
-    for (const {module: from, name} of WebAssembly.Module.imports(wasm))
-        (imports[from] ??= {})[name] = python[name] ?? missing(name);
+    for (const {module: from, name} of WebAssembly.Module.imports(wasm)) {
+        const own = name.replace(/^_(.*)_SizeT$/, "$1"), work = python[own] ?? (() => { throw Error(`no ${own}`); });
+        const isLong = /Long_As.*LongLong/.test(own), isNumber = /Long_As|Float_As|SetItem|SetAttr|IsTrue/.test(own);
+        const failed = isLong ? -1n : isNumber ? -1 : 0;
+        (imports[from] ??= {})[name] = (...given) => {
+            try {
+                return work(...given);
+            } catch (raised) {
+                error = $B.exception(raised);
+                return failed;
+            }
+        };
+    }
     exports = new WebAssembly.Instance(wasm, imports).exports;
     memory = exports.memory;
     table = exports.__indirect_function_table;
-    const freeAt = exports.free_pointer();
+    fix(b.type, allocate(8));
+    for (const name of ["None", "True", "False"])
+        fix({None, True: true, False: false}[name], exports[`_Py_${name}Struct`].value);
+    for (const [name, {value}] of Object.entries(exports)) {
+        const [, exception, type] = name.match(/^PyExc_(\w+)|^Py(\w+)_Type$/) ?? [];
+        if (exception) fix(b[exception], word(value));
+        if (type) fix(b[NAMES[type] ?? type.toLowerCase()], value);
+    }
     exports._initialize();
-    return {module, call, read, tolist, start: exports.PyInit__core, bytes: () => memory.buffer.byteLength};
+    exports.PyInit__core();
+    return {module, call, read, tolist};
 }

@@ -1,14 +1,17 @@
-/* For capi.js: C's free, and a type in place of _core.Model, because the page runs no VAE. */
-#include "../../../csrc/python/py.h"
+/* For capi.js: the data that Python's headers declare. An object of Python's is two words, which capi.js sets. */
+#include <stdlib.h>
 
-/* Returns: free, as C may call it: Py_tp_free of every type. */
-__attribute__((export_name("free_pointer"))) freefunc free_pointer(void) { return free; }
+#define SHOWN __attribute__((visibility("default"), used))
+typedef long object[2];
 
-static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    (void)type, (void)args, (void)kwargs;
-    PyErr_SetString(PyExc_OverflowError, "the page runs no VAE");
-    return NULL;
-}
+SHOWN object _Py_NoneStruct, _Py_TrueStruct, _Py_FalseStruct, PyTuple_Type, PyList_Type, PyDict_Type, PyLong_Type,
+    PyUnicode_Type, PyBool_Type, PyFloat_Type, PyBytes_Type;
+static object errors[5];
+SHOWN const void *const PyExc_TypeError = errors[0], *const PyExc_ValueError = errors[1],
+                        *const PyExc_RuntimeError = errors[2], *const PyExc_OverflowError = errors[3],
+                        *const PyExc_MemoryError = errors[4];
+SHOWN void (*const free_pointer)(void *) = free;
 
-static PyType_Slot slots[] = {{Py_tp_new, (void *)model_new}, {0, NULL}};
-PyType_Spec vm_py_model_type = {"vaemem._core.Model", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, slots};
+/* The page runs no VAE: a PyType_Spec without slots in place of py_model.c's. */
+static const long no_slots[2];
+const void *const vm_py_model_type[] = {"vaemem._core.Model", (void *)sizeof(object), 0, 0, no_slots};

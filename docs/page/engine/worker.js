@@ -36,18 +36,14 @@ async function load() {
     const data = fetch("data.json").then(answer => answer.json());
     const wasm = await WebAssembly.compile(await core);
     unpack(await data);
-    const $B = __BRYTHON__, b = $B.builtins;
+    const $B = __BRYTHON__;
     let python;
     self.engine = {
         ...makeRe($B),
         ...makeJson($B),
-        start(ndarray, caller, getter, make_type, make_exception, allocate, copy_dict, items, import_module, index) {
-            python = makeCore($B, wasm, {ndarray, caller, getter, make_type, make_exception, allocate, copy_dict, items,
-                                       import_module, index});
-            python.start();
-            const names = $B.empty_dict();
-            for (const [name, object] of Object.entries(python.module)) b.dict.$setitem(names, name, object);
-            return names;
+        start(...helpers) {
+            python = makeCore($B, wasm, ...helpers);
+            return python.module;
         },
         call: (...given) => python.call(...given),
         read: (...given) => python.read(...given),

@@ -1,141 +1,95 @@
 """re by the browser's own regular expressions: the syntax that the package and the library use."""
 
+import functools
+
 import _engine
 
 IGNORECASE = I = 2  # noqa: E741
-M = MULTILINE = 8
-S = DOTALL = 16
-U = UNICODE = 32
-X = VERBOSE = 64
-A = ASCII = 256
-
-
-class error(Exception): ...
+MULTILINE = M = 8
+DOTALL = S = 16
+UNICODE = U = 32
+VERBOSE = X = 64
+ASCII = A = 256
 
 
 class Pattern:
     def __init__(self, pattern, flags):
-        self.pattern, self.flags = pattern, flags
-        if isinstance(pattern, bytes):
-            return  # json makes one and does not use it
-        self.groupindex, self._plain, self._whole = _engine.compile(pattern, flags)
-
-    def _find(self, text, start, sticky, whole=False):
-        found = _engine.match(self._whole if whole else self._plain, text, start, sticky)
-        return None if found is None else Match(self, text, found)
-
-    def match(self, text, pos=0):
-        return self._find(text, pos, True)
-
-    def fullmatch(self, text, pos=0):
-        return self._find(text, pos, True, True)
-
-    def search(self, text, pos=0):
-        return self._find(text, pos, False)
+        self.pattern = pattern
+        self.search, self.match, self.fullmatch = map(_finder, _engine.compile(pattern, flags))
 
     def finditer(self, text):
         at = 0
         while at <= len(text) and (found := self.search(text, at)):
             yield found
-            at = found.end() + (found.end() == found.start())
+            at = found.end() + (not found[0])
 
     def findall(self, text):
         return [
-            found.groups("") if len(found.spans) > 2 else found[len(found.spans) - 1] for found in self.finditer(text)
+            found.groups("") if len(found._groups) > 2 else (found._groups[-1] or "") for found in self.finditer(text)
         ]
 
-    def sub(self, new, text, count=0):
+    def _cut(self, text, most, between):
         parts, at = [], 0
         for i, found in enumerate(self.finditer(text)):
-            if count and i == count:
+            if most and i == most:
                 break
-            parts += [text[at : found.start()], new(found) if callable(new) else found.expand(new)]
-            at = found.end()
-        return "".join([*parts, text[at:]])
-
-    def split(self, text, maxsplit=0):
-        parts, at = [], 0
-        for i, found in enumerate(self.finditer(text)):
-            if maxsplit and i == maxsplit:
-                break
-            parts += [text[at : found.start()], *found.groups()]
+            parts += [text[at : found.start()], *between(found)]
             at = found.end()
         return [*parts, text[at:]]
 
+    def sub(self, new, text, count=0):
+        return "".join(self._cut(text, count, lambda found: [new(found) if callable(new) else found.expand(new)]))
+
+    def split(self, text, maxsplit=0):
+        return self._cut(text, maxsplit, Match.groups)
+
 
 class Match:
-    def __init__(self, pattern, text, spans):
-        self.re, self.string, self.spans = pattern, text, spans
+    def __init__(self, at, groups, names):
+        self._at, self._groups, self._names = at, groups, names
 
-    def _number(self, group):
-        return self.re.groupindex[group] if isinstance(group, str) else group
+    def start(self):
+        return self._at
 
-    def span(self, group=0):
-        return self.spans[self._number(group)] or (-1, -1)
+    def end(self):
+        return self._at + len(self._groups[0])
 
-    def start(self, group=0):
-        return self.span(group)[0]
-
-    def end(self, group=0):
-        return self.span(group)[1]
-
-    def _text(self, group, default=None):
-        span = self.spans[self._number(group)]
-        return default if span is None else self.string[span[0] : span[1]]
-
-    __getitem__ = _text
+    def __getitem__(self, group):
+        return self._names[group] if isinstance(group, str) else self._groups[group]
 
     def group(self, *groups):
-        found = tuple([self._text(group) for group in groups or (0,)])
+        found = tuple([self[group] for group in groups or (0,)])
         return found if len(groups) > 1 else found[0]
 
     def groups(self, default=None):
-        return tuple([self._text(i, default) for i in range(1, len(self.spans))])
-
-    def groupdict(self, default=None):
-        return {name: self._text(i, default) for name, i in self.re.groupindex.items()}
+        return tuple([default if one is None else one for one in self._groups[1:]])
 
     @property
-    def lastgroup(self):
-        last = [name for name, i in self.re.groupindex.items() if self.spans[i]]
-        return last[-1] if last else None
+    def lastindex(self):
+        return max([i for i, one in enumerate(self._groups) if i and one is not None], default=None)
 
     def expand(self, template):
-        def put(found):
-            return self._text(found["name"] or int(found["number"]), "")
-
-        return _REFERENCE.sub(put, template) if "\\" in template else template
+        return _REFERENCE.sub(lambda found: self[int(found[1])] or "", template) if "\\" in template else template
 
 
-_compiled = {}
+def _finder(expression):
+    def find(text, pos=0):
+        found = _engine.find(expression, text, pos)
+        return None if found is None else Match(*found)
+
+    return find
 
 
+@functools.cache
 def compile(pattern, flags=0):
-    if isinstance(pattern, Pattern):
-        return pattern
-    if (pattern, flags) not in _compiled:
-        _compiled[pattern, flags] = Pattern(pattern, flags)
-    return _compiled[pattern, flags]
+    return pattern if isinstance(pattern, Pattern) else Pattern(pattern, flags)
 
 
-def match(pattern, text, flags=0):
-    return compile(pattern, flags).match(text)
+def _named(method):
+    return lambda pattern, text, flags=0: getattr(compile(pattern, flags), method)(text)
 
 
-def fullmatch(pattern, text, flags=0):
-    return compile(pattern, flags).fullmatch(text)
-
-
-def search(pattern, text, flags=0):
-    return compile(pattern, flags).search(text)
-
-
-def finditer(pattern, text, flags=0):
-    return compile(pattern, flags).finditer(text)
-
-
-def findall(pattern, text, flags=0):
-    return compile(pattern, flags).findall(text)
+match, fullmatch, search, finditer, findall = map(_named, ("match", "fullmatch", "search", "finditer", "findall"))
 
 
 def sub(pattern, new, text, count=0, flags=0):
@@ -150,4 +104,4 @@ def escape(text):
     return sub(r"[^\w]", lambda found: "\\" + found[0], text)
 
 
-_REFERENCE = compile(r"\\(?:(?P<number>\d+)|g<(?P<name>\w+)>)")
+_REFERENCE = compile(r"\\(\d+)")

@@ -1,4 +1,4 @@
-"""The parts of statistics that predictions use."""
+"""The part of statistics that predictions use."""
 
 import math
 
@@ -6,9 +6,3 @@ import math
 def fmean(values):
     values = list(values)
     return math.fsum(values) / len(values)
-
-
-def median(values):
-    values = sorted(values)
-    middle = len(values) // 2
-    return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2

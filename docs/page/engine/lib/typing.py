@@ -1,8 +1,11 @@
-"""NamedTuple, by the names that build.py wrote into each class as __fields__, and get_args. The rest does nothing."""
+"""NamedTuple, by the names that build.py wrote into each class as __fields__, and Literal. The rest is absent."""
 
 from collections import namedtuple
 
+from _absent import __getattr__ as __getattr__
+
 TYPE_CHECKING = False
+_OWN = ("__module__", "__qualname__", "__dict__", "__weakref__", "__fields__", "__annotations__", "__annotate__")
 
 
 class _Named(type):
@@ -17,67 +20,15 @@ class _Named(type):
         return made
 
 
-_OWN = ("__module__", "__qualname__", "__dict__", "__weakref__", "__fields__", "__annotations__", "__annotate__")
-
-
 class NamedTuple(metaclass=_Named): ...
 
 
-class _Anything:
-    def __getitem__(self, key):
-        return self
-
-    def __call__(self, *args, **kwargs):
-        return self
+class Literal(tuple):
+    def __class_getitem__(cls, names):
+        return cls(names)
 
     def __or__(self, other):
         return self
 
-    __ror__ = __or__
 
-
-class _Literal(_Anything):
-    def __init__(self, args=()):
-        self.__args__ = args
-
-    def __getitem__(self, key):
-        return _Literal(key if isinstance(key, tuple) else (key,))
-
-
-class Protocol: ...
-
-
-class TypedDict(dict): ...
-
-
-class _Generic:
-    def __getitem__(self, key):
-        return object
-
-
-Any = Callable = ClassVar = IO = Optional = Self = TypeAlias = Union = _Anything()
-Generic, Literal = _Generic(), _Literal()
-
-
-def get_args(given):
-    return given.__args__
-
-
-def overload(function):
-    return function
-
-
-def cast(kind, value):
-    return value
-
-
-def get_origin(given):
-    return None
-
-
-def TypeVar(*args, **kwargs):
-    return Any
-
-
-def __getattr__(name):
-    return Any
+get_args = tuple

@@ -1,23 +1,12 @@
 """The little of NumPy that predictions need."""
 
 import _engine
+from _absent import __getattr__ as __getattr__
 
 
 class ndarray:
     def tolist(self):
         return _engine.tolist(self)
-
-
-class bool_: ...
-
-
-class integer: ...
-
-
-class floating: ...
-
-
-class generic: ...
 
 
 class finfo:
@@ -36,9 +25,5 @@ class float32(float):
 
 
 class dtype:
-    def __init__(self, name):
-        self.name = "float32" if name is float32 else str(name)
-
-
-def __getattr__(name):  # a type's name
-    return name
+    def __init__(self, kind):
+        self.name = kind.__name__ if isinstance(kind, type) else str(kind)

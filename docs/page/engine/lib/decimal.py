@@ -1,4 +1,0 @@
-"""fractions asks whether a number is one."""
-
-
-class Decimal: ...

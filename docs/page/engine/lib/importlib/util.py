@@ -1,5 +1,0 @@
-"""Nothing can be installed in the page."""
-
-
-def find_spec(name):
-    return None

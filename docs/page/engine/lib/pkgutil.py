@@ -1,2 +1,0 @@
-def extend_path(path, name):
-    return path

@@ -1,1 +1,0 @@
-"""Not in the page."""

@@ -1,5 +1,0 @@
-"""Not in the page."""
-
-
-def gettempdir():
-    return "/"
