@@ -67,9 +67,10 @@ class Strip(ast.NodeTransformer):
         node.body = [ast.Assign([ast.Name("__fields__", ast.Store())], fields), *node.body]
         return node
 
-    def visit_If(self, node: ast.If) -> ast.AST | None:
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
         is_for_types = isinstance(node.test, ast.Name) and node.test.id.endswith("TYPE_CHECKING")
-        return None if is_for_types else self.generic_visit(node)
+        return node.orelse if is_for_types else node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         self.generic_visit(node)
