@@ -5,14 +5,6 @@
 
 #include "py_shared.h"
 
-#define NPY_NO_DEPRECATED_API NPY_1_23_API_VERSION
-#define NPY_TARGET_VERSION NPY_1_23_API_VERSION /* runs with NumPy 1.26 too */
-#define PY_ARRAY_UNIQUE_SYMBOL vaemem_core_array
-#ifndef VM_PY_IMPORTS_NUMPY
-#define NO_IMPORT_ARRAY
-#endif
-#include <numpy/arrayobject.h>
-
 #include "../vm.h"
 
 /* Converts an architecture to a dict, and back to a vm_arch (for PyArg_ParseTuple's O&). */

@@ -1,9 +1,9 @@
 /* vaemem._kernels: operations of one instruction set, and single passes, on NumPy arrays, for tests (against a float64
  * reference) and benchmarks. Not for users, and in no wheel (setup.py). It checks shapes only where a wrong one would
  * touch memory outside an array. It links its own copy of the core. */
-#define VM_PY_IMPORTS_NUMPY
 #include "../../kernels/cpu.h"
 #include "py.h"
+#include "py_numpy.h"
 
 /* Returns: how a backend computes float32, or the given type. NULL with an exception set. */
 static const vm_cpu *cpu_of(const char *name, vm_dtype dtype) {

@@ -1,6 +1,6 @@
 /* vaemem._core.Model: an architecture with its weights, for vaemem/engine/vae.py. py_run.c plans and runs it. */
-#define VM_PY_IMPORTS_NUMPY
 #include "py_model.h"
+#include "py_numpy.h"
 
 static int parse_parts(const char *text, unsigned *parts) {
     *parts = !strcmp(text, "all") ? VM_ENCODER | VM_DECODER : !strcmp(text, "encoder") ? VM_ENCODER : VM_DECODER;

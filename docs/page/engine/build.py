@@ -41,8 +41,8 @@ LIBRARY = """
 """.split()
 # Modules that are imported and not needed: each is lib/_absent.py.
 ABSENT = """
-    _colorize csv ctypes decimal fcntl importlib.util inspect ml_dtypes mmap pickle pkgutil shutil struct tempfile
-    threading traceback uuid vaemem.engine.vae zipfile
+    _colorize csv ctypes decimal fcntl importlib.util inspect ml_dtypes mmap numpy pickle pkgutil shutil struct
+    tempfile threading traceback uuid vaemem.engine.vae zipfile
 """.split()
 
 
@@ -145,7 +145,7 @@ def compile_core(out: Path) -> None:
     # Python's headers, with the sizes of WebAssembly's types in place of pyconfig.h, and one allocator.
     defined = ["Py_LIMITED_API=0x030B0000", "Py_PYCONFIG_H", *(f"PyMem_{name}={name.lower()}" for name in ALLOCATOR)]
     defined += [f"SIZEOF_{name}={size}" for name, size in SIZES.items()]
-    included = [f"-I{ENGINE / 'include'}", f"-I{sysconfig.get_path('include')}", *(f"-D{one}" for one in defined)]
+    included = [f"-I{sysconfig.get_path('include')}", *(f"-D{one}" for one in defined)]
     flags = ["-std=gnu11", "-fno-sanitize=all", "-fvisibility=hidden", *included]
     flags.append("-Wno-deprecated-declarations")  # getpid, which there is not
 

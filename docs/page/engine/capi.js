@@ -6,7 +6,7 @@
  * Python has no reference either. What C borrows, and the text of strings, live until the outermost call returns. */
 "use strict";
 
-function makeCore($B, wasm, ndarray, caller, getter, make_object) {
+function makeCore($B, wasm, caller, getter, make_object) {
     const b = $B.builtins, None = b.None, NAMES = {Long: "int", Unicode: "str"};
     const FLAGGED = [b.int, b.list, b.tuple, b.bytes, b.str, b.dict]; // in the order of their Py_TPFLAGS, from bit 24
     const METH_NEW = 3, METH_NOARGS = 4, METH_O = 8, METH_CLASS = 16, METH_STATIC = 32;
@@ -368,18 +368,8 @@ function makeCore($B, wasm, ndarray, caller, getter, make_object) {
             return toC($B.$list(parts));
         },
 
-        PyArray_SimpleNew: (dims, sizes) => {
-            const length = word(sizes), address = allocate(8 * length + 1), object = $B.$call(ndarray);
-            object.$data = {address, length};
-            gone.register(object, () => exports.free(address));
-            return toC(object);
-        },
-        PyArray_DATA: array => get(array).$data.address,
         pthread_atfork: () => 0,
     };
-    const tolist = ({$data: {address, length}}) =>
-        $B.$list(Array.from({length}, (_, i) => toInt(long(address + 8 * i))));
-
     // An exception becomes C's, with the value that says so.
     const imports = {};
     for (const {module: from, name} of WebAssembly.Module.imports(wasm)) {
@@ -408,5 +398,5 @@ function makeCore($B, wasm, ndarray, caller, getter, make_object) {
     }
     exports._initialize();
     exports.PyInit__core();
-    return {module, call, read, tolist};
+    return {module, call, read};
 }

@@ -47,8 +47,6 @@ async function load() {
         },
         call: (...given) => python.call(...given),
         read: (...given) => python.read(...given),
-        tolist: array => python.tolist(array),
-        fround: number => $B.fast_float(Math.fround(number.value)),
         data: read,
         names: folder => $B.$list(DATA.filter(name => name.startsWith(folder + "/"))
             .map(name => name.slice(folder.length + 1)).filter(name => !name.includes("/"))),

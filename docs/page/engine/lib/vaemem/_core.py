@@ -1,7 +1,6 @@
 """vaemem._core in the page: the package's own bindings, in WebAssembly (capi.js)."""
 
 import _engine
-from numpy import ndarray
 
 call, read = _engine.call, _engine.read
 
@@ -14,7 +13,7 @@ def getter(pointer, closure):
     return property(lambda self: read(pointer, self, closure))
 
 
-globals().update(_engine.start(ndarray, caller, getter, object.__new__))
+globals().update(_engine.start(caller, getter, object.__new__))
 
 
 class Model:
