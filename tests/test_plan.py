@@ -480,6 +480,29 @@ def test_the_hosts_memory_is_assumed_aloud(monkeypatch):
     assert plan_pipeline("flux", **asked).room.host == 30 << 30
 
 
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [
+        ("flash", {"flash": "x", "runtime": "sd.cpp"}),
+        ("flash", {"flash": 2, "runtime": "sd.cpp"}),
+        ("flash", {"flash": True}),
+        ("guidance", {"guidance": "x", "runtime": "mlx"}),
+        ("components", {"components": ["vae"], "runtime": "comfyui"}),
+        ("components", {"components": 5, "runtime": "sd.cpp"}),
+        ("types", {"types": [5]}),
+        ("types", {"types": []}),
+    ],
+)
+def test_arguments_mean_the_same_in_all_programs(argument, given):
+    with refused(argument):
+        plan_pipeline("flux", 512, 512, memory="16 GB", **given)
+
+
+def test_a_component_aside_may_be_in_the_pipelines_own_repository():
+    plan = plan_pipeline("hunyuan-video-1.5", 480, 848, gpu="RTX 4090", frames=5, types=[None])
+    assert "HunyuanVideo15Pipeline" in plan.outcomes[0].way.code
+
+
 def test_a_refusal_for_the_hosts_memory_says_what_was_assumed():
     plan = plan_pipeline("flux", 1024, 1024, gpu="RTX 4060", types=[None])
     assert plan.recommended is None

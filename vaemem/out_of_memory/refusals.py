@@ -100,7 +100,7 @@ class Refusals:
         for number, (trace, heights) in enumerate(self._calls):
             now = 0
             if not (self._has_convs or trace.wants(low, high, False, 1 << 62)):
-                most = max(most, *heights.tolist())
+                most = max([most, *heights.tolist()])
                 continue
             steps = list_steps(trace, self._is_own) if self._has_convs else _takes(trace)
             for (op, *_), storage, height in zip(trace.steps, steps, heights.tolist(), strict=True):

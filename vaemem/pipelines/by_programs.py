@@ -7,11 +7,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
-from vaemem._common import flag, meant, whole
+from vaemem._common import meant
 from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import shared_note
 from vaemem.pipelines.components import known_pipeline
-from vaemem.pipelines.pipeline_arguments import PipelineArguments, PlanArguments, begins_with
+from vaemem.pipelines.pipeline_arguments import PipelineArguments, PlanArguments
 from vaemem.pipelines.ways import PipelinePlan
 
 if TYPE_CHECKING:
@@ -53,19 +53,16 @@ _FILES = {"diffusers": "by_diffusers", "sd.cpp": "by_sdcpp", "comfyui": "by_comf
 
 
 def read_arguments(given: _Arguments, runtimes: Collection[str]) -> tuple[PipelineProgram, _Arguments]:
-    """Find the program that the arguments name, and check what all programs share. ValueError for one that this program
-    does not use."""
+    """Find the program that the arguments name, and check the arguments that all programs share. ValueError names an
+    argument that this program does not use."""
     note = shared_note(given.pipeline, "pipeline")
     runtime = meant("runtime", given.runtime, runtimes)
     program: Any = importlib.import_module(f"vaemem.pipelines.{_FILES[runtime]}")
     name = known_pipeline("pipeline", given.pipeline, program.NAMES)
+    given = given.checked()
     for argument in program.UNUSED:
         value = getattr(given, argument, None)
         if value is not None and value is not False and value != {}:
-            wanted = ("None with ", Named("runtime", runtime), ", which does not use it")
+            wanted = ("no value with ", Named("runtime", runtime), ", which does not use it")
             raise ArgumentError(argument, wanted, repr(value))
-    return program, replace(
-        given, pipeline=name, runtime=runtime, model_note=note, image=begins_with(given.image),
-        height=whole("height", given.height), width=whole("width", given.width), batch=whole("batch", given.batch),
-        safe=flag("safe", given.safe), components=given.components or {},
-    )  # fmt: skip
+    return program, replace(given, pipeline=name, runtime=runtime, model_note=note)

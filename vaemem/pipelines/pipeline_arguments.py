@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from vaemem._common import DTYPES, flag, listed, meant, real, whole
 from vaemem._errors import ArgumentError, inside
@@ -55,6 +55,18 @@ class PipelineArguments:
     frames: int | None = None
     model_note: str = ""
 
+    def checked(self) -> Self:
+        """Return a copy with the arguments that mean the same in all programs. ValueError names an impossible one."""
+        given = {} if self.components is None else self.components
+        if not isinstance(given, Mapping):
+            raise ArgumentError("components", "{role: type or file}", repr(given))
+        return replace(
+            self, image=begins_with(self.image), height=whole("height", self.height), width=whole("width", self.width),
+            batch=whole("batch", self.batch), safe=flag("safe", self.safe), components=given,
+            guidance=None if self.guidance is None else flag("guidance", self.guidance),
+            steps=None if self.steps is None else whole("steps", self.steps),
+        )  # fmt: skip
+
     @property
     def known(self) -> Pipeline:
         """The facts of the pipeline, once it has its own name."""
@@ -73,12 +85,12 @@ class PipelineArguments:
     @property
     def guides(self) -> bool:
         """Whether it guides; by default as the pipeline's own call does."""
-        return not self.known.unguided if self.guidance is None else flag("guidance", self.guidance)
+        return not self.known.unguided if self.guidance is None else self.guidance
 
     @property
     def made_steps(self) -> int:
         """How often the denoiser runs."""
-        return self.known.steps if self.steps is None else whole("steps", self.steps)
+        return self.known.steps if self.steps is None else self.steps
 
 
 def begins_with(image: Any) -> bool | tuple[int, int]:
@@ -105,6 +117,9 @@ class PlanArguments(PipelineArguments):
     cpu: str = "AVX2"
     cores: int | None = None
     safe: bool = True
+
+    def checked(self) -> Self:
+        return replace(super().checked(), flash=flag("flash", self.flash))
 
     @functools.cached_property
     def room(self) -> Room:
@@ -133,8 +148,8 @@ class PlanArguments(PipelineArguments):
     def kinds(self) -> list[str | None] | None:
         """The types of weights to try; None for the program's own choice."""
         kinds = None if self.types is None else listed(self.types, str)
-        if kinds == []:
-            raise ArgumentError("types", "at least one type, or None", "none")
+        if kinds == [] or not all(isinstance(kind, str | None) for kind in kinds or ()):
+            raise ArgumentError("types", "at least one name of a type, or None", repr(self.types) if kinds else "none")
         return kinds
 
     def plan(self, size: str, program: str, ways: Sequence[Way], machine: Machine | None) -> PipelinePlan:

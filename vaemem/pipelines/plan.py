@@ -41,7 +41,7 @@ def plan_pipeline(
     gpu : str or Gpu, optional
         The card. By default this machine's card if no `memory` is given. Otherwise a card of that memory or an RTX 4090
         stands for it, as the first line says. Seconds then need measurements in `calibrate`.
-    runtime : {"diffusers", "sd.cpp", "mlx"}
+    runtime : {"diffusers", "sd.cpp", "mlx", "comfyui"}
         sd.cpp is stable-diffusion.cpp with CUDA (`vaemem.sdcpp.running`). Its `components` are ggml types such as
         ``"Q8_0"`` (the default of FLUX and Z-Image), sizes such as ``"6.8 GiB"``, or files. With mlx, `memory` is the
         Mac's, and Metal is assumed to get two thirds. An mlx plan is for mflux. It covers all weights and the decode

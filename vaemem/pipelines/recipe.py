@@ -355,7 +355,8 @@ def diffusers_steps(
     for role, kind in given.items():
         loading.add(role, kind)
     for role, about in pipeline.aside.items():
-        loading.add_aside(role, about)
+        if about:  # otherwise it is in the pipeline's own repository
+            loading.add_aside(role, about)
     steps = loading.steps()
     for lora in loras:
         steps.append(call("pipe.load_lora_weights", lora.file or "your LoRA"))

@@ -8,7 +8,6 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import __version__
 from vaemem.pipelines.phased import UNCOMPARED, PhasedAnswer
-from vaemem.prediction.answer import alias
 from vaemem.prediction.request import Request
 
 
@@ -48,7 +47,6 @@ class RecordedPrediction(PhasedAnswer):
     """
 
     request: RecordedRequest
-    least: int = alias("judged.least")
 
     def __init__(self, request: RecordedRequest):
         self.request, self.title, self.host = request, f"{request.title} ({request.card.gpu.name})", 0

@@ -6,7 +6,6 @@ import functools
 import math
 import operator
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from vaemem._render import Bar, Block, Bullets, Columns, Facts, Sheet, Shown, Sizer, in_gb, in_mib
@@ -200,7 +199,6 @@ class ModulePrediction(Answer):
     kind = "module"
     upper_share = math.nan
     upper_basis = "nothing: no module's measurements are known"
-    unmodelled: Mapping[str, int] = alias("request.unmodelled")
     least_reserved: int = alias("judged.least")
     peak_tensors: tuple[PeakTensor, ...] = alias("result.fullest.peak_tensors")
 
@@ -224,6 +222,10 @@ class ModulePrediction(Answer):
         )  # fmt: skip
         refused = full and ("", full)
         self.judged = judge_played(plays, here, most, here.most_reserved, refused, covers=covers, besides=besides)
+
+    @property
+    def unmodelled(self) -> dict[str, int]:
+        return dict(self.request.unmodelled)
 
     @functools.cached_property
     def result(self) -> Result:

@@ -69,8 +69,13 @@ class _BoundLine(NamedTuple):
         return self._replace(law=law, predictions=count, overshoot=float(excess.max()), at=size)
 
     def _symbols(self, height: Any, width: Any, tile: Any) -> dict[str, Any]:
+        def least(one: Any, other: Any) -> Any:
+            """Return the smaller of two numbers, which may be large, or of two arrays."""
+            return min(one, other) if isinstance(one, int) else np.minimum(one, other)
+
         tiles = [(tile * high // 1, tile * wide // 1) for high, wide in self.passes]
-        cut = np.max([np.minimum(height, high) * np.minimum(width, wide) for high, wide in tiles], 0)
+        areas = [least(height, high) * least(width, wide) for high, wide in tiles]
+        cut = max(areas) if isinstance(height, int) else np.max(areas, 0)
         return symbols_at(height, width) | {"cut": cut}
 
     @property

@@ -186,7 +186,8 @@ class Verdict:
             return f"it may take up to {size(self.upper)}{f', {self.between}' if self.between else reason}"
         if why == MARGINAL:
             keeper = "Windows and the CUDA context" if self.windows else "the CUDA context"
-            return f"{keeper} may keep {size(self.kept_more)} more of the card"
+            most = f"it may take up to {size(self.upper)}, and " if self.upper > self.most else ""
+            return f"{most}{keeper} may keep {size(self.kept_more)} more of the card"
         return self.untried if why == UNTRIED else ""
 
     def summarize(self, size: Sizer) -> str:
