@@ -197,7 +197,7 @@ def test_a_pipeline_of_anothers_modules_says_so():
 @pytest.mark.parametrize("name", [*SAMPLE_SIZES, *PIPELINES, "black-forest-labs/FLUX.2-klein-4B", "klein"])
 def test_every_name_is_known_to_all_commands(name):
     """A VAE's name, or a pipeline's, is answered or refused with what is known; never as an unknown one."""
-    if name in ("hunyuan-video-1.5", "ltx2.3", "minimax-h3"):  # their VAEs are recorded modules
+    if name in ("hunyuan-video-1.5", "ltx2.3", "minimax-h3", "sana"):  # their VAEs are recorded modules
         with refused("model"):
             named_model("model", name)
     else:
@@ -215,6 +215,7 @@ def test_every_name_is_known_to_all_commands(name):
     [
         ("MiniMaxAI/MiniMax-H3", "minimax-h3"),
         ("Lightricks/LTX-2.3", "ltx2.3"),
+        ("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "sana"),
         ("tencent/HunyuanVideo-1.5", "hunyuan-video-1.5"),
     ],
 )
@@ -227,8 +228,7 @@ def test_a_pipeline_whose_vae_alone_is_not_known(name, pipeline):
 @pytest.mark.parametrize(
     "name",
     [
-        "Sana",
-        "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
+        "Efficient-Large-Model/Sana_600M_512px_diffusers",
         "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
     ],
 )
