@@ -126,7 +126,7 @@ SHARED = [
     ("AstraliteHeart/pony-diffusion-v6-xl", "sdxl", "sdxl"), ("Pony", "sdxl", "sdxl"),
     ("RunDiffusion/Juggernaut-XL-v9", "sdxl", "sdxl"), ("RunDiffusion/Juggernaut-XI-v11", "sdxl", "sdxl"),
     ("SG161222/RealVisXL_V4.0", "sdxl", "sdxl"), ("SG161222/RealVisXL_V5.0", "sdxl", "sdxl"),
-    ("lodestones/Chroma1-HD", "flux", "chroma"), ("Alpha-VLLM/Lumina-Image-2.0", "flux", ""),
+    ("lodestones/Chroma1-HD", "flux", "chroma"), ("Alpha-VLLM/Lumina-Image-2.0", "flux", "lumina2"),
     ("HiDream-ai/HiDream-I1-Full", "flux", ""), ("Qwen/Qwen-Image-Edit-2511", "qwen-image", "qwen-image-edit-plus"),
     ("Qwen/Qwen-Image-2512", "qwen-image", "qwen-image"),
     ("Wan-AI/Wan2.1-VACE-14B-diffusers", "wan2.1", ""), ("wan-ai/wan2.1-vace-1.3b", "wan2.1", ""),
