@@ -121,7 +121,7 @@ SHARED = [
     ("stabilityai/stable-diffusion-2-1", "sd15", "sd21"), ("stabilityai/sd-turbo", "sd15", "sd21"),
     ("Kwai-Kolors/Kolors-diffusers", "sdxl", "kolors"), ("PixArt-alpha/PixArt-Sigma-XL-2-2K-MS", "sdxl", ""),
     ("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", "sdxl", "pixart-sigma"),
-    ("PixArt-alpha/PixArt-XL-2-1024-MS", "sd15", ""), ("segmind/SSD-1B", "sdxl", ""),
+    ("PixArt-alpha/PixArt-XL-2-1024-MS", "sd15", "pixart-alpha"), ("segmind/SSD-1B", "sdxl", ""),
     ("OnomaAIResearch/Illustrious-xl-early-release-v0", "sdxl", "sdxl"), ("Illustrious", "sdxl", "sdxl"),
     ("AstraliteHeart/pony-diffusion-v6-xl", "sdxl", "sdxl"), ("Pony", "sdxl", "sdxl"),
     ("RunDiffusion/Juggernaut-XL-v9", "sdxl", "sdxl"), ("RunDiffusion/Juggernaut-XI-v11", "sdxl", "sdxl"),

@@ -45,6 +45,7 @@ def test_a_recording_is_of_its_row(name):
         ("minimax-h3", "transformer", 61.7 * 2**30 / 2e9), ("minimax-h3", "text_encoder", 62.1 * 2**30 / 2e9),
         ("wan2.2-t2v-a14b", "transformer_2", 14.3), ("sana", "transformer", 1.6), ("sana", "text_encoder", 2.61),
         ("lumina2", "transformer", 2.61), ("lumina2", "text_encoder", 2.61),
+        ("pixart-alpha", "text_encoder", 4.76), ("pixart-alpha", "transformer", 0.61),
     ],
 )  # fmt: skip
 def test_numbers_of_parameters_are_the_published_ones(name, role, billions):
