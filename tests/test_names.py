@@ -121,13 +121,13 @@ SHARED = [
     ("stabilityai/stable-diffusion-2-1", "sd15", "sd21"), ("stabilityai/sd-turbo", "sd15", "sd21"),
     ("Kwai-Kolors/Kolors-diffusers", "sdxl", "kolors"), ("PixArt-alpha/PixArt-Sigma-XL-2-2K-MS", "sdxl", ""),
     ("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", "sdxl", "pixart-sigma"),
-    ("PixArt-alpha/PixArt-XL-2-1024-MS", "sd15", ""), ("segmind/SSD-1B", "sdxl", ""),
+    ("PixArt-alpha/PixArt-XL-2-1024-MS", "sd15", "pixart-alpha"), ("segmind/SSD-1B", "sdxl", ""),
     ("OnomaAIResearch/Illustrious-xl-early-release-v0", "sdxl", "sdxl"), ("Illustrious", "sdxl", "sdxl"),
     ("AstraliteHeart/pony-diffusion-v6-xl", "sdxl", "sdxl"), ("Pony", "sdxl", "sdxl"),
     ("RunDiffusion/Juggernaut-XL-v9", "sdxl", "sdxl"), ("RunDiffusion/Juggernaut-XI-v11", "sdxl", "sdxl"),
     ("SG161222/RealVisXL_V4.0", "sdxl", "sdxl"), ("SG161222/RealVisXL_V5.0", "sdxl", "sdxl"),
-    ("lodestones/Chroma1-HD", "flux", "chroma"), ("Alpha-VLLM/Lumina-Image-2.0", "flux", ""),
-    ("HiDream-ai/HiDream-I1-Full", "flux", ""), ("Qwen/Qwen-Image-Edit-2511", "qwen-image", ""),
+    ("lodestones/Chroma1-HD", "flux", "chroma"), ("Alpha-VLLM/Lumina-Image-2.0", "flux", "lumina2"),
+    ("HiDream-ai/HiDream-I1-Full", "flux", ""), ("Qwen/Qwen-Image-Edit-2511", "qwen-image", "qwen-image-edit-plus"),
     ("Qwen/Qwen-Image-2512", "qwen-image", "qwen-image"),
     ("Wan-AI/Wan2.1-VACE-14B-diffusers", "wan2.1", ""), ("wan-ai/wan2.1-vace-1.3b", "wan2.1", ""),
     ("black-forest-labs/FLUX.1-Depth-dev", "flux", ""), ("FLUX.1-Canny-dev", "flux", ""),
@@ -197,7 +197,7 @@ def test_a_pipeline_of_anothers_modules_says_so():
 @pytest.mark.parametrize("name", [*SAMPLE_SIZES, *PIPELINES, "black-forest-labs/FLUX.2-klein-4B", "klein"])
 def test_every_name_is_known_to_all_commands(name):
     """A VAE's name, or a pipeline's, is answered or refused with what is known; never as an unknown one."""
-    if name in ("hunyuan-video-1.5", "ltx2.3", "minimax-h3"):  # their VAEs are recorded modules
+    if name in ("hunyuan-video-1.5", "ltx2.3", "minimax-h3", "sana"):  # their VAEs are recorded modules
         with refused("model"):
             named_model("model", name)
     else:
@@ -215,6 +215,7 @@ def test_every_name_is_known_to_all_commands(name):
     [
         ("MiniMaxAI/MiniMax-H3", "minimax-h3"),
         ("Lightricks/LTX-2.3", "ltx2.3"),
+        ("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "sana"),
         ("tencent/HunyuanVideo-1.5", "hunyuan-video-1.5"),
     ],
 )
@@ -227,8 +228,7 @@ def test_a_pipeline_whose_vae_alone_is_not_known(name, pipeline):
 @pytest.mark.parametrize(
     "name",
     [
-        "Sana",
-        "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
+        "Efficient-Large-Model/Sana_600M_512px_diffusers",
         "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
     ],
 )

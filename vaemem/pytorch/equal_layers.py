@@ -23,6 +23,10 @@ def is_plain(x: Any) -> bool:
     return isinstance(x, _PLAIN) or (isinstance(x, tuple) and all(map(is_plain, x)))
 
 
+def _is_empty(x: Any) -> bool:
+    return isinstance(x, dict) and not x
+
+
 def _kind_of(layer: torch.nn.Module) -> Hashable:
     """Return what a layer has in common with equal ones: its weights' sizes, and its settings. Whole numbers do not
     count, because one may be the layer's place in the list."""
@@ -35,15 +39,20 @@ def _kind_of(layer: torch.nn.Module) -> Hashable:
 @contextlib.contextmanager
 def calling_layers(module: torch.nn.Module, call: CallLayer) -> Iterator[None]:
     """Call the layers of lists by a function, if nobody can change their arguments."""
+    changing = set[Hashable]()  # kinds of layers that put something into an empty dict
 
     def calling(kind: Hashable, run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def called(*args: Any, **kwargs: Any) -> Any:
-            if not all(map(is_plain, (*args, *kwargs.values()))):
+            given = (*args, *kwargs.values())
+            if kind in changing or not all(is_plain(x) or _is_empty(x) for x in given):
                 return run(*args, **kwargs)  # it may change an object
             leaves = leaves_of((args, kwargs))
             told = ((x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
-            return call((kind, tuple(kwargs), *told), run, args, kwargs)
+            out = call((kind, tuple(kwargs), *told), run, args, kwargs)
+            if not all(is_plain(x) or _is_empty(x) for x in given):
+                changing.add(kind)
+            return out
 
         return called
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, cast
@@ -102,6 +103,7 @@ def build_pipeline(
 
 
 WORD = "zebra"  # no template has it
+_PICTURE = "<|image_pad|>"
 
 
 def build_row(row: Mapping[str, Any], device: str = "cpu") -> Any:
@@ -131,6 +133,14 @@ def build_row(row: Mapping[str, Any], device: str = "cpu") -> Any:
     return pipe
 
 
+def make_picture(told: Any, width: int, height: int) -> Any:
+    """Make what a row's call names as its picture. told: True for one of the output's size; or the sides of one that
+    the pipeline scales itself, which comes in a list"""
+    from PIL import Image  # an extra
+
+    return Image.new("RGB", (width, height)) if told is True else [Image.new("RGB", (told[0], told[1]))]
+
+
 def _convert_as_loaded(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Convert weights and buffers as from_pretrained does in the end. diffusers keeps some modules in float32, and then
     all buffers as they are; transformers keeps some in float16 only."""
@@ -146,13 +156,17 @@ def _convert_as_loaded(module: torch.nn.Module, dtype: torch.dtype) -> None:
         torch.nn.Module.to(module, dtype)
 
 
-def _tokenizer(length: int, template: int = 0, system: int = 0, positions: bool = False) -> Any:
+def _tokenizer(
+    length: int, template: int = 0, system: int = 0, instruction: int = 0, positions: bool = False, sees: bool = False,
+) -> Any:  # fmt: skip
     """Make a tokenizer that knows one word, `WORD`, and pads as the real ones do; or a processor of texts.
 
     template: tokens besides a prompt's words; system: of them, those of the system's message
+    instruction: tokens of a text that precedes the words, if there is one
     positions: whether it also returns position_ids
+    sees: whether it turns pictures into tokens, as Qwen2-VL's processor does
     """
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     class Words(PreTrainedTokenizerFast):
@@ -161,7 +175,11 @@ def _tokenizer(length: int, template: int = 0, system: int = 0, positions: bool 
             return self
 
         def __call__(self, text: Any = None, *args: Any, images: Any = None, videos: Any = None, **kwargs: Any) -> Any:
-            found = super().__call__(text, *args, **kwargs)
+            seen = _see(images) if sees and images else {}
+            counts = [int(one) // 4 for one in seen.get("image_grid_thw", torch.ones(1, 3)).prod(1)]
+            pictures = "".join(_PICTURE * count for count in counts)
+            found = super().__call__([_show(one, pictures) for one in text] if seen else text, *args, **kwargs)
+            found.update(seen)
             if positions:
                 found["position_ids"] = torch.arange(found["input_ids"].shape[1]).expand_as(found["input_ids"])
             return found
@@ -181,9 +199,11 @@ def _tokenizer(length: int, template: int = 0, system: int = 0, positions: bool 
                 return self(told, return_tensors=kwargs.get("return_tensors"), **options)
             return super().apply_chat_template(conversation, *args, **kwargs)
 
-    words = Tokenizer(models.WordLevel({"<pad>": 0, WORD: 1, "<t>": 2, "<image>": 3}, unk_token=WORD))
+    words = Tokenizer(models.WordLevel({"<pad>": 0, WORD: 1, "<t>": 2, _PICTURE: 3}, unk_token=WORD))
     if template:
-        words.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
+        if instruction:
+            words.normalizer = normalizers.Replace(Regex(rf"\A(?!{WORD})[\s\S]+?(?={WORD}|\z)"), "<t>" * instruction)
+        words.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{WORD}|<t>|{re.escape(_PICTURE)}"), "removed", invert=True)
         start = " ".join(["<t>"] * template)
         words.post_processor = processors.TemplateProcessing(single=f"{start} $A", special_tokens=[("<t>", 2)])
     else:
@@ -191,6 +211,18 @@ def _tokenizer(length: int, template: int = 0, system: int = 0, positions: bool 
     made = cast(Any, Words)(tokenizer_object=words, model_max_length=length, pad_token="<pad>", eos_token="<t>")
     made.chat_template = "{{ messages[0].content }}"
     return made
+
+
+def _see(images: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return what Qwen2-VL's processor makes of pictures."""
+    process: Any = resolve_name("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLImageProcessorPil")
+    return {**process()(images, return_tensors="pt")}
+
+
+def _show(text: str, pictures: str) -> str:
+    """Put the tokens of all pictures in the place of a text's first picture."""
+    before, _, after = text.partition(_PICTURE)
+    return before + pictures + after.replace(_PICTURE, "")
 
 
 def load_pipeline(

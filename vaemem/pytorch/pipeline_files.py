@@ -25,7 +25,6 @@ from vaemem.engine.arguments import Progress, polling
 from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
 from vaemem.pipelines.programs import Recorded
 from vaemem.pipelines.text import PipelineText, video_variables
-from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.held import arch_key
 from vaemem.prediction.passing import pass_vae
 from vaemem.prediction.recordings import FILE_FORMAT, OPTIONAL_FACTS, SUFFIX
@@ -36,7 +35,7 @@ from vaemem.pytorch.contents import ContentsRecorder, PythonCalls
 from vaemem.pytorch.converting import arguments_of, modules_of, tensors_of
 from vaemem.pytorch.equal_layers import calling_layers
 from vaemem.pytorch.fitting import PolynomialFit, evaluate, products
-from vaemem.pytorch.loading import WORD, build_row
+from vaemem.pytorch.loading import WORD, build_row, make_picture
 from vaemem.pytorch.module_writer import (
     ScriptRecorder,
     Writer,
@@ -70,6 +69,7 @@ _PADDED = {  # sides and frames in a VAE, which convolutions pad by two
     **{f"{side}p{level}": f"{2**level} {side} + 2" for level in range(5) for side in "hw"},
     "fp0": "1 f + 2", "fp1": "2 f + 1", "fp2": "4 f + -1",
 }  # fmt: skip
+_COLUMNS = "unguided clip sound least_clips least_steps pieces".split()  # of a row, as in `_Calls`
 _CARD = "RTX 4090"
 _DENOISERS = ("unet", "transformer")
 _STEPS = "num_inference_steps"
@@ -263,15 +263,19 @@ def _write_weights(module: torch.nn.Module, dtype: str) -> dict[str, Any]:
 
 
 def _check_module(
-    role: str, data: Mapping[str, Any], module: Any, dtype: str, at: Values, called: ComponentCall
+    role: str, data: Mapping[str, Any], module: Any, dtype: str, calls: Sequence[tuple[Values, ComponentCall]]
 ) -> None:
-    """Raise ValueError if a program takes other steps than a recording."""
-    gpu: Gpu = find_card(_CARD).gpu
-    sizes: dict[str, Any] = {name: at[name] for name in _OF_MODULES}
-    steps = Recorded(role, data).trace(dtype, gpu, **sizes).steps
-    recorder = ContentsRecorder(Recording(), gpu)
-    if settle(steps) != settle(_record_module(module, called, recorder)[0].steps):
-        raise ArgumentError("pipe", f"a {role} whose sizes follow from those of the picture", f"others at {dict(at)}")
+    """Raise ValueError if a program takes other steps than recordings. Equal calls are recorded once: the second one
+    may find tables of the first."""
+    gpu, known = find_card(_CARD).gpu, dict[Any, Any]()
+    for at, called in calls:
+        sizes: dict[str, Any] = {name: at[name] for name in _OF_MODULES}
+        key = called.label, *shapes_of_all(called)
+        if key not in known:
+            known[key] = settle(_record_module(module, called, ContentsRecorder(Recording(), gpu))[0].steps)
+        if settle(Recorded(role, data).trace(dtype, gpu, **sizes).steps) != known[key]:
+            wanted = f"a {role} whose sizes follow from those of the picture"
+            raise ArgumentError("pipe", wanted, f"others at {dict(at)}")
 
 
 # ---- the file ----
@@ -328,6 +332,7 @@ class _Recorded(NamedTuple):
     vaes: VAEs that the C walk plays
     labels: of a role's calls
     batched: roles whose first tensor has the images, or the prompts, of a call as its first dimension
+    pieces: as of `_Calls`
     """
 
     fitted: Sequence[tuple[dict[str, int], RecordedCall]]
@@ -335,16 +340,21 @@ class _Recorded(NamedTuple):
     vaes: Mapping[str, Any]
     labels: Mapping[str, Sequence[str]]
     batched: Collection[str]
+    pieces: Collection[str] = ()
 
     def variables(self, role: str, label: str, shapes: Any, at: Values) -> dict[str, int]:
         """Return a component's variables: those of the text, with the images of the call; or the sides of what a VAE
-        gets."""
+        gets. A child of a component gets videos of its own length; a text encoder's t is the length of its prompt."""
         if role in self.vaes:
             ((_, (n, _, *frames, h, w)), *_) = shapes
             return {"n": n, "f": frames[0] if frames else 1, "h": h, "w": w}
         n = shapes[0][1][0] if role in self.batched else at["n"]
         times = dict(shapes).get("timestep", ())
         found = {name: at[name] for name in "hwfaptg"}
+        if role in self.pieces and len(shapes[0][1]) == 5:
+            found["f"] = shapes[0][1][2]
+        if role.startswith("text_encoder") and len(shapes[0][1]) == 2:
+            found["t"] = shapes[0][1][1]
         return found | {"n": n, "d": times[0] if times else 1, "o": self.labels[role].index(label)}
 
     def calls_of(self, role: str, of: Sequence[tuple[Values, RecordedCall]]) -> list[tuple[Values, ComponentCall]]:
@@ -437,18 +447,17 @@ def record_pipeline(
 
 def record_row(row: Mapping[str, Any], progress: Progress = None) -> dict[str, Any]:
     """Record a pipeline from its row, a file of data/pipelines. Return the contents of a recording."""
-    pipe = build_row(row, "meta")
-    from PIL import Image  # an extra
-
-    image = {"image": Image.new("RGB", (64, 64))} if row["call"].get("image") else {}
+    pipe, picture = build_row(row, "meta"), row["call"].get("image")
+    image = {"image": make_picture(picture, 64, 64)} if picture else {}
     factor = row.get("factor") or whole("vae_scale_factor", getattr(pipe, "vae_scale_factor", 8))
-    alike = {name: row[name] for name in "unguided clip sound least_clips least_steps pieces".split() if name in row}
+    alike = {name: row[name] for name in _COLUMNS if name in row}
     calls = _Calls(
         {**row["call"], **image}, factor, words=0 if row.get("words", True) else row["tokens"],
         pads=row["tokens"] != CLIP_TOKENS, unit=row.get("unit", 2 * factor) // factor,
         frames=row.get("frame_factor", 4), most=row.get("most_batch", 0), **alike,
     )  # fmt: skip
-    return _record_file(pipe, calls, row, progress)
+    contents = _record_file(pipe, calls, row, progress)
+    return contents | {"notes": [*contents["notes"], *row.get("notes", ())]}
 
 
 def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -469,7 +478,7 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     vaes = {"vae": modules["vae"]} if _is_walked(modules["vae"], of_vae) else {}
     of_roles = grouped((called for call in found for called in call.calls), lambda called: called.role)
     labels = {role: [*dict.fromkeys(called.label for called in of)] for role, of in of_roles.items()}
-    all_of = _Recorded(done[: len(points)], done[len(points) :], vaes, labels, _find_batched(done))
+    all_of = _Recorded(done[: len(points)], done[len(points) :], vaes, labels, _find_batched(done), calls.pieces)
     head = f"# {type(pipe).__name__}; {versions_of()}"
     text = "\n".join([head, *write_text([(at, call.events) for at, call in all_of.fitted], all_of.variables, changes)])
     if "\nconvert " in text and not vaes:
@@ -484,8 +493,7 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
         if role not in vaes:
             made[role], said = _write_module(modules[role], types[role], all_of.calls_of(role, all_of.fitted))
             notes += said
-            for values, called in all_of.calls_of(role, all_of.checked):
-                _check_module(role, made[role], modules[role], types[role], values, called)
+            _check_module(role, made[role], modules[role], types[role], all_of.calls_of(role, all_of.checked))
     for role in modules.keys() - used:  # pipe.to moves them too
         made[role] = _write_weights(modules[role], types[role])
     sequence = getattr(pipe, "model_cpu_offload_seq", "->".join(used))  # a modular pipeline's is that of its calls
