@@ -113,8 +113,7 @@ def _areas(name: str, gpu: Gpu, message: OomMessage) -> Areas:
         (low, high), base = message.range, _REFERENCE[0][0] * _REFERENCE[0][1]
         found = set[tuple[float, float]]()
         small, large = (_tensors(name, size, 1, gpu.sm) for size in _REFERENCE)
-        for key in small.keys() & large.keys():
-            at, grows = small[key], large[key] - small[key]
+        for at, grows in {(at, large.get(key, at) - at) for key, at in small.items()}:
             if grows > 0 and at:
                 power = 1 if grows < 2 * at else 2  # scores grow with the square
                 least, most = (
@@ -138,10 +137,10 @@ def _solve_frames(name: str, size: Size, gpu: Gpu, message: OomMessage) -> list[
     two = _two_videos(name)
     many, few = (_tensors(name, size, frames, gpu.sm) for frames in two)
     found, stride = set[int](), PIPELINES[name].frame_factor
-    for key in many.keys() & few.keys():
-        each = (many[key] - few[key]) / (two[0] - two[1])
+    for high, low in {(high, few.get(key, high)) for key, high in many.items()}:
+        each = (high - low) / (two[0] - two[1])
         if each > 0:
-            least, most = (two[0] + (bound - many[key]) / each for bound in message.range)
+            least, most = (two[0] + (bound - high) / each for bound in message.range)
             first = -(-max(int(least), 1) // stride) * stride + PIPELINES[name].clip[0]
             found |= {*range(first, min(int(most), _MOST) + 1, stride)}
     return sorted(found)[:3]
