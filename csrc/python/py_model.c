@@ -95,7 +95,7 @@ static const vm_tensor *find_tensor(Model *self, const char *name) {
     return t;
 }
 
-/* Arrays of weights are the only use of NumPy, whose import takes longer than most predictions. */
+/* Imports NumPy when the first array of weights comes: the import takes longer than most predictions. */
 static int import_numpy(void) { return PyArray_ImportNumPyAPI() < 0; }
 
 /* ml_dtypes' type, which NumPy knows only by name. */

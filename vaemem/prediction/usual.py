@@ -48,7 +48,7 @@ _RULES: tuple[tuple[str, tuple[str, ...], int, str, str], ...] = (
     ("invokeai", ("sd15", "sdxl"), 0, "float32",
      "which InvokeAI's setting VAE precision is by default. It may be fp16: name float16 then"),
     ("invokeai", _KNOWN, 0, "", "in which InvokeAI runs it"),
-    ("bfl", _KNOWN, 0, "", "in which BFL's scripts decode, by autocast, of which nothing more is modelled"),
+    ("bfl", _KNOWN, 0, "", "in which BFL's scripts decode by autocast. Nothing else of autocast is modelled"),
     ("", WANS, 0, "", "in which diffusers' documentation loads it"),
     ("", _KNOWN, 0, "", "in which its pipeline in diffusers runs it"),
     ("", (), 0, "", "as most VAEs are run"),

@@ -105,7 +105,7 @@ class _Layer(NamedTuple):
 
     taken: how many storages it allocates
     left: numbers of the storages that live when it returns
-    output: what it returns, with a `_Place` for each tensor
+    output: the returned object, with a `_Place` instead of each tensor
     dead: numbers, in the script, of storages that live when it returns and are not returned. If one lives when the next
         layer is called, the layer keeps memory, and the call is not repeated
     """
