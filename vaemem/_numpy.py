@@ -20,6 +20,8 @@ else:
             self._module = module
 
         def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):  # such as copy's questions about an object
+                raise AttributeError(name)
             found = self.__dict__[name] = getattr(importlib.import_module(self._module), name)
             return found
 

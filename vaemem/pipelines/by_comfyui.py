@@ -9,7 +9,7 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import MOST_BATCH, __version__, meant, whole
-from vaemem._errors import ArgumentError, Named
+from vaemem._errors import ArgumentError
 from vaemem._render import Block, Bullets, Columns, Sizer
 from vaemem.pipelines import programs
 from vaemem.pipelines.comfyui_run import (
@@ -17,7 +17,6 @@ from vaemem.pipelines.comfyui_run import (
     COMFYUI_OPTIONS,
     DYNAMIC,
     FALLBACK_TILE,
-    NO_KLEIN,
     WORKFLOWS,
     ComfyUIRun,
     describe_decisions,
@@ -138,7 +137,7 @@ def predict(given: PipelineArguments) -> ComfyUIPrediction:
 
 def plan(given: PlanArguments) -> PipelinePlan:
     """Answer `vaemem.plan_pipeline`: with each option of the program, and with either node for the decode."""
-    _, machine, _ = given.room, given.machine(), given.kinds
+    machine = given.machine()
     found = []
     for option, vae in itertools.product(COMFYUI_OPTIONS, ("whole", "tiled")):
         p = ComfyUIPrediction(_resolve(given, option, vae))
@@ -158,13 +157,9 @@ def plan(given: PlanArguments) -> PipelinePlan:
 def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> PipelineRequest:
     """Resolve names and defaults of a workflow. ValueError names the argument that has no answer."""
     name, known = given.pipeline, given.known
-    if name not in WORKFLOWS:
-        why = f"{NO_KLEIN}; " if name.startswith("flux2") else ""
-        wanted = f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'"
-        raise ArgumentError("pipeline", wanted, repr(name), (why, Named("runtime", "diffusers"), " predicts it"))
     if given.image:
         raise ArgumentError(
-            "image", "False with runtime='comfyui', whose workflow begins with an empty latent", str(given.image)
+            "image", "False with runtime='comfyui': its workflow begins with an empty latent", str(given.image)
         )
     if offload == "--disable-dynamic-vram":  # newer versions then have the classic manager
         offload = COMFYUI_OPTIONS[0]
@@ -194,12 +189,12 @@ def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> PipelineReques
     parts = tuple(_part(role, component, types[role]) for role, component in modules.items())
     if 0 < known.most_batch < whole("batch", given.batch):
         raise ArgumentError(
-            "batch", f"at most {known.most_batch} with {name}, whose larger batches were not recorded", str(given.batch)
+            "batch", f"at most {known.most_batch} with {name}: larger batches were not recorded", str(given.batch)
         )
     guides = given.guidance is None or given.guides  # its workflows have a negative prompt
     guidance, batch = guides and known.guides, whole("batch", given.batch, most=MOST_BATCH)
     return PipelineRequest(
-        given.card, given.software, name, height, width, batch, tokens, guidance, given.made_steps, False, parts,
+        given.card, given.software, name, height, width, batch, tokens, guidance, given.step_count, False, parts,
         offload=offload, vae=vae, safe=given.safe, model_note=given.model_note,
     )  # fmt: skip
 

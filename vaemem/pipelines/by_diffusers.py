@@ -306,9 +306,8 @@ def predict(given: PipelineArguments) -> PipelinePrediction:
 
 def plan(given: PlanArguments) -> PipelinePlan:
     """Answer `vaemem.plan_pipeline`."""
-    _, machine, kinds, components = given.room, given.machine(), given.kinds, given.components or {}
-    request = resolve_pipeline(given, given.card, given.software)
-    ways = _ways(request, components, machine, kinds)
+    machine, request = given.machine(), resolve_pipeline(given, given.card, given.software)
+    ways = _ways(request, given.components or {}, machine, given.types)
     found = given.plan(f"{request.size} {request.after}".strip(), given.software.program, ways, machine)
     found.left_out = WITH_LORA if request.loras else ""
     return found

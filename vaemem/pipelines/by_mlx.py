@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose, meant
-from vaemem._errors import ArgumentError, Named
+from vaemem._errors import ArgumentError
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import PARTS, told_bytes
 from vaemem.pipelines.components import weights_of
@@ -39,7 +39,7 @@ NAMES = (
 )  # fmt: skip
 UNUSED = (
     "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
-    "cudnn_version", "torch_version", "diffusers_version", "frames", "lora",
+    "cudnn_version", "torch_version", "diffusers_version", "frames", "lora", "used", "os", "link", "cpu", "cores",
 )  # fmt: skip
 # Winograd's F(6x6, 3x3): 64 numbers for each tile of 6 x 6 outputs.
 WINOGRAD_TILE, WINOGRAD_NUMBERS = 6, 64
@@ -349,9 +349,6 @@ def plan(given: PlanArguments) -> PipelinePlan:
     known, parts = given.known, given.components or {}
     if given.memory is None:
         raise ArgumentError("memory", "the memory of the Mac, such as '16 GB'", "None")
-    if given.pipeline not in NAMES:
-        advice = (Named("runtime", "diffusers"), " predicts it")
-        raise ArgumentError("pipeline", f"one of {', '.join(NAMES)} with mflux", repr(given.pipeline), advice)
     limit = None if given.cache_limit is None else parse_size("cache_limit", given.cache_limit, least=0)
     roles = (*known.encoders, known.denoiser)
     for role in parts:

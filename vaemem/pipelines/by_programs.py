@@ -13,6 +13,7 @@ from vaemem.engine.names import shared_note
 from vaemem.pipelines.components import known_pipeline
 from vaemem.pipelines.pipeline_arguments import PipelineArguments, PlanArguments
 from vaemem.pipelines.ways import PipelinePlan
+from vaemem.prediction.recordings import is_recording
 
 if TYPE_CHECKING:
     from vaemem.pipelines.by_comfyui import ComfyUIPrediction
@@ -59,10 +60,13 @@ def read_arguments(given: _Arguments, runtimes: Collection[str]) -> tuple[Pipeli
     runtime = meant("runtime", given.runtime, runtimes)
     program: Any = importlib.import_module(f"vaemem.pipelines.{_FILES[runtime]}")
     name = known_pipeline("pipeline", given.pipeline, program.NAMES)
+    if name not in program.NAMES and not is_recording(name):
+        advice = (Named("runtime", "diffusers"), " predicts it")
+        raise ArgumentError("pipeline", f"one of {', '.join(program.NAMES)} with {runtime}", repr(name), advice)
     given = given.checked()
     for argument in program.UNUSED:
         value = getattr(given, argument, None)
-        if value is not None and value is not False and value != {}:
+        if value not in (None, {}, getattr(type(given), argument, None)):  # the class has the default
             wanted = ("no value with ", Named("runtime", runtime), ", which does not use it")
             raise ArgumentError(argument, wanted, repr(value))
     return program, replace(given, pipeline=name, runtime=runtime, model_note=note)

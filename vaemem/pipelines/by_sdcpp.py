@@ -82,7 +82,7 @@ def _ways(given: PipelineArguments, words: Iterable[tuple[str, ...]]) -> list[Wa
     q = given
     tokens = None if q.prompt_tokens is None else whole("prompt_tokens", q.prompt_tokens)
     return running.sdcpp_ways(
-        q.pipeline, q.height, q.width, q.batch, q.made_steps, q.guides and q.known.guides, tokens, q.components or {},
+        q.pipeline, q.height, q.width, q.batch, q.step_count, q.guides and q.known.guides, tokens, q.components or {},
         words,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def predict(given: PipelineArguments) -> GraphPrediction:
 
 def plan(given: PlanArguments) -> PipelinePlan:
     """Answer `vaemem.plan_pipeline`. If nothing fits, smaller weights are tried too."""
-    room, machine, kinds, card = given.room, given.machine("sd.cpp"), given.kinds, given.card
+    room, machine, kinds, card = given.room, given.machine("sd.cpp"), given.types, given.card
     ways = _ways(given, [words for kind in kinds or [None] for words in running.planned_words(given.flash, kind)])
     if kinds is None and not any(outcome(way, room, None).fits for way in ways):
         ways += _ways(given, running.planned_words(given.flash, running.SMALLER_TYPE))

@@ -53,7 +53,6 @@ _QWEN_TEMPLATE = 34  # tokens of the template before the part that is kept
 DYNAMIC = (
     "the dynamic manager of newer versions (comfy-aimdo) moves weights page by page on a GPU, which nobody modelled"
 )
-NO_KLEIN = f"of FLUX.2 only dev is known: {STREAMED.name} has no klein"
 
 
 def _count_sections(tokens: int) -> int:

@@ -61,7 +61,7 @@ class PipelineArguments:
         if not isinstance(given, Mapping):
             raise ArgumentError("components", "{role: type or file}", repr(given))
         return replace(
-            self, image=begins_with(self.image), height=whole("height", self.height), width=whole("width", self.width),
+            self, image=check_image(self.image), height=whole("height", self.height), width=whole("width", self.width),
             batch=whole("batch", self.batch), safe=flag("safe", self.safe), components=given,
             guidance=None if self.guidance is None else flag("guidance", self.guidance),
             steps=None if self.steps is None else whole("steps", self.steps),
@@ -88,12 +88,12 @@ class PipelineArguments:
         return not self.known.unguided if self.guidance is None else self.guidance
 
     @property
-    def made_steps(self) -> int:
+    def step_count(self) -> int:
         """How often the denoiser runs."""
         return self.known.steps if self.steps is None else self.steps
 
 
-def begins_with(image: Any) -> bool | tuple[int, int]:
+def check_image(image: Any) -> bool | tuple[int, int]:
     """Check the argument `image` of `vaemem.predict_pipeline`: whether there is one, or the size of its own image."""
     if not isinstance(image, tuple | list) or len(image) != 2:
         if not isinstance(image, bool):
@@ -105,10 +105,11 @@ def begins_with(image: Any) -> bool | tuple[int, int]:
 
 @dataclass(frozen=True)
 class PlanArguments(PipelineArguments):
-    """The arguments of `vaemem.plan_pipeline`, as documented there."""
+    """The arguments of `vaemem.plan_pipeline`, as documented there. Once they are checked, types is a list or None, and
+    host_memory has bytes or None."""
 
-    host_memory: int | str | None = None
-    types: str | Sequence[str | None] | None = None
+    host_memory: Any = None
+    types: Any = None
     calibrate: Mapping[str, float] | None = None
     time_limit: float | None = None
     flash: bool = False
@@ -119,20 +120,23 @@ class PlanArguments(PipelineArguments):
     safe: bool = True
 
     def checked(self) -> Self:
-        return replace(super().checked(), flash=flag("flash", self.flash))
+        kinds = None if self.types is None else listed(self.types, str)
+        if kinds == [] or not all(isinstance(kind, str | None) for kind in kinds or ()):
+            raise ArgumentError("types", "at least one name of a type, or None", repr(self.types) if kinds else "none")
+        if self.time_limit is not None and not real(self.time_limit) > 0:
+            raise ArgumentError("time_limit", "more than 0 seconds", repr(self.time_limit))
+        host = None if self.host_memory is None else parse_size("host_memory", self.host_memory)
+        return replace(super().checked(), flash=flag("flash", self.flash), types=kinds, host_memory=host)
 
     @functools.cached_property
     def room(self) -> Room:
         """The memory and the time that a way may take."""
-        limit = self.time_limit
-        if limit is not None and not real(limit) > 0:
-            raise ArgumentError("time_limit", "more than 0 seconds", repr(limit))
         if self.host_memory is not None:
-            return Room(self.card.available(), parse_size("host_memory", self.host_memory), limit)
+            return Room(self.card.available(), self.host_memory, self.time_limit)
         is_here = self.gpu is None and self.memory is None and not self.card.assumed
         free = available_memory() if is_here else None
         host, source = (sold(USUAL_HOST) - FOR_OTHERS, USUAL) if free is None else (free, HERE)
-        return Room(self.card.available(), host, limit, source)
+        return Room(self.card.available(), host, self.time_limit, source)
 
     def machine(self, kernels: str = "diffusers") -> Machine | None:
         """Return the rates of the card and its host; None if nothing tells them. kernels: whose, ``"diffusers"`` for
@@ -144,18 +148,10 @@ class PlanArguments(PipelineArguments):
         is_known = named is not None and not card.gpu.coarse  # whether its speed is known
         return likely if is_known or self.calibrate else None
 
-    @property
-    def kinds(self) -> list[str | None] | None:
-        """The types of weights to try; None for the program's own choice."""
-        kinds = None if self.types is None else listed(self.types, str)
-        if kinds == [] or not all(isinstance(kind, str | None) for kind in kinds or ()):
-            raise ArgumentError("types", "at least one name of a type, or None", repr(self.types) if kinds else "none")
-        return kinds
-
     def plan(self, size: str, program: str, ways: Sequence[Way], machine: Machine | None) -> PipelinePlan:
         """Judge the ways of running the pipeline. size, program: in words."""
         images, card = f", {self.batch} images" if self.batch > 1 else "", self.card
-        title = f"{self.pipeline} {size}{images} by {program}, {self.made_steps} steps, on {card.gpu.name}"
+        title = f"{self.pipeline} {size}{images} by {program}, {self.step_count} steps, on {card.gpu.name}"
         return PipelinePlan(
             title, ways, self.room, machine, self.calibrate, [self.model_note] * bool(self.model_note), self.safe,
             card.assumed,

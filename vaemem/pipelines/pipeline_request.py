@@ -392,7 +392,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     batch = whole("batch", given.batch, most=MOST_BATCH)
     most = known.most_images(guidance)
     if 0 < most < batch:
-        why = f"at most {most} with {pipeline}, whose larger batches were not recorded"
+        why = f"at most {most} with {pipeline}: larger batches were not recorded"
         raise ArgumentError("batch", why, str(batch))
     loras = read_loras(pipeline, given.lora, known.loras)
     if loras and release < LORAS_SINCE:
@@ -400,7 +400,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
         raise ArgumentError("diffusers_version", needed, repr(software.diffusers_version))
     parts = parts_of(known, dtype, given.components or {}, release, loras)
     return PipelineRequest(
-        card, software, pipeline, height, width, batch, tokens, guidance, given.made_steps,
+        card, software, pipeline, height, width, batch, tokens, guidance, given.step_count,
         bool(given.image), parts, safe=given.safe, loras=loras, frames=frames, first=first, made_of=made_of,
         model_note=given.model_note,
     )  # fmt: skip

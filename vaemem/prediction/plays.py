@@ -5,10 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from vaemem.prediction.benchmark import PROTOCOLS
 from vaemem.prediction.process import SimulatedProcess, Workspaces
 from vaemem.prediction.request import ModuleRequest, Request, VAERequest
+
+
+class Takes(NamedTuple):
+    """The memory of a run, in bytes: as played; the least and the most over every plausible set of workspaces; and the
+    bound of all of them."""
+
+    own: int
+    least: int
+    most: int
+    bound: int
 
 
 class Plays:
@@ -46,31 +57,32 @@ class Plays:
         return self._least[assumed]
 
     @functools.cached_property
-    def takes(self) -> tuple[int, int, int, int]:
-        """The request's bytes by its own protocol: as played; the least and the most over every plausible set of
-        workspaces; and the bound of all of them. The bound covers every cuDNN unless a version was named, and other
+    def takes(self) -> Takes:
+        """The request's memory by its own protocol. The bound covers every cuDNN unless a version was named, and other
         protocols if the same process played them."""
         known = set(self._likely)
         rows = [*self._likely, *(row for row in self._every if row not in known)]
         process, first = self._play(self.protocols[0])
         also = [number for other, number in map(self._play, self.protocols[1:]) if other is process]
-        own, least, most, bound = self._take(process, first, rows, len(self._likely), also)
-        if self._native:
-            _, *native = self._native.takes
-            least, most, bound = min(least, native[0]), max(most, native[1]), max(bound, native[2])
-        return own, least, most, bound
+        mine = self._take(process, first, rows, len(self._likely), also)
+        if not self._native:
+            return mine
+        native = self._native.takes
+        return Takes(
+            mine.own, min(mine.least, native.least), max(mine.most, native.most), max(mine.bound, native.bound)
+        )
 
     @functools.cached_property
     def bound(self) -> int:
         """The most that the request takes by any protocol."""
         others = [one for one in map(self._play, self.protocols[1:]) if one[0] is not self.process]
-        bounds = [self._take(process, first, self._every)[3] for process, first in others]
-        return max(self.takes[3], *bounds, self._native.bound if self._native else 0)
+        bounds = [self._take(process, first, self._every).bound for process, first in others]
+        return max(self.takes.bound, *bounds, self._native.bound if self._native else 0)
 
     def low_bounds(self) -> Iterator[int]:
         """Yield lower bounds of `bound` that are quick to compute: as each protocol played."""
         for protocol in self.protocols:
-            yield self._take(*self._play(protocol))[3]
+            yield self._take(*self._play(protocol)).bound
 
     @functools.cached_property
     def _likely(self) -> list[Workspaces]:
@@ -85,10 +97,10 @@ class Plays:
     def _take(
         self, process: SimulatedProcess, first: int, rows: Sequence[Workspaces] = (), likely: int = 0,
         also: Sequence[int] = (),
-    ) -> tuple[int, int, int, int]:  # fmt: skip
+    ) -> Takes:  # fmt: skip
         """Return `takes` for a process's readings from number `first` on. also: more readings, for the bound alone."""
         bounds = dict.fromkeys(also, self.phases[0])
-        return process.takes(self.phases, first, self._above, rows, likely, bounds)
+        return Takes(*process.takes(self.phases, first, self._above, rows, likely, bounds))
 
     def _play(self, protocol: str) -> tuple[SimulatedProcess, int]:
         """Return a process that played the same call by a protocol, and the number of the protocol's reading."""

@@ -108,7 +108,7 @@ def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool, release: int = L
         (own, why)
         for owner, models, least_sm, own, why in _RULES
         if owner in ("", program) and (not models or name in models) and sm >= least_sm
-        if overflows or models is not OVERFLOWING
+        if overflows or models != OVERFLOWING
     )
     dtype = own or PIPELINE_DTYPES.get(name, "float16")
     return _Usual(dtype, dtype, False, f"{dtype}, {why}")

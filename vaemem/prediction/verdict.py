@@ -12,7 +12,7 @@ from vaemem import _core
 from vaemem._render import Sizer, in_gb, share
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.planned import Phase
-from vaemem.prediction.plays import Plays
+from vaemem.prediction.plays import Plays, Takes
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
 
 # NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion". The driver's memory then never ends before the
@@ -127,14 +127,14 @@ class Verdict:
         return self.least, self.plays.least(False) if self.plays else self.least
 
     @functools.cached_property
-    def _takes(self) -> tuple[int, int, int, int]:
+    def _takes(self) -> Takes:
         least = self.most if self.least_most is None else self.least_most
-        return self.plays.takes if self.plays else (self.most, least, self.most, self.most)
+        return self.plays.takes if self.plays else Takes(self.most, least, self.most, self.most)
 
     @property
     def band(self) -> tuple[int, int]:
         """The least and the most that it takes with room, over every plausible set of workspaces."""
-        return self._takes[1:3]
+        return self._takes.least, self._takes.most
 
     @functools.cached_property
     def upper(self) -> int:
@@ -147,7 +147,7 @@ class Verdict:
         took = self.took or 0
         if not self.coarse:
             return took, took
-        more, (least, most) = took - self._takes[0], self.band
+        more, (least, most) = took - self._takes.own, self.band
         return least + more, most + more
 
     @property
