@@ -86,8 +86,10 @@ typedef struct tried {
 
 typedef struct search {
     const vm_play *p;
-    vm_play *begun; /* NULL, or p again, up to the first event for which `low` bytes are too few: every try goes on */
-    uint64_t low;   /* from there, if a device that is no larger than needed changes nothing */
+    /* Another play of p's script, if a device that is no larger than needed changes nothing; otherwise NULL. It stops
+     * at the first event for which `low` bytes are too few, and every try goes on from there. */
+    vm_play *begun;
+    uint64_t low;
     bool first_only;
     tried *tried;
     size_t count;
@@ -107,11 +109,14 @@ static tried outcome(const vm_play *p) {
 
 static vm_status try(const search *s, uint64_t capacity, tried *out) {
     size_t taken;
-    vm_play *p;
-    vm_status status = s->begun ? vm_play_up_to(s->begun, s->p, s->low) : VM_OK;
-    if (status) return status;
-    status =
-        s->begun ? vm_play_branch(s->begun, capacity, &p) : vm_play_elsewhere(s->p, NULL, capacity, s->first_only, &p);
+    vm_play *p = NULL;
+    vm_status status;
+    if (s->begun) {
+        status = vm_play_up_to(s->begun, s->p, s->low);
+        if (!status) status = vm_play_branch(s->begun, capacity, &p);
+    } else {
+        status = vm_play_elsewhere(s->p, NULL, capacity, s->first_only, &p);
+    }
     if (status) return status;
     status = vm_play_run(p, &taken);
     if (!status || vm_play_oom(p)) {
