@@ -27,7 +27,7 @@ from pathlib import Path
 import torch_vae
 from common import commit, write_csv
 
-from vaemem.prediction.benchmark import SEED_TABLE, benchmark
+from vaemem.prediction.benchmark import SEED_TABLE, Protocol, benchmark
 from vaemem.prediction.job import Job
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import architecture
@@ -39,7 +39,7 @@ ASKED = ("model", "op", "height", "width", "dtype", "protocol", "runtime", "devi
 FORK = multiprocessing.get_context("fork")
 
 
-PROTOCOLS = {"cold": (0, 1, True), "warm": SEED_TABLE}
+PROTOCOLS = {"cold": Protocol(0, 1, True), "warm": SEED_TABLE}
 # The most valuable first: a session with a GPU may end anywhere.
 CASES = [
     f"{model}:{op}:{size}x{size}:{dtype}"

@@ -253,3 +253,11 @@ def test_progress():
     assert calls == [(done, 2 * 4) for done in range(1, 9)]  # encode and decode at four sizes
     assert told is bound("comfyui", "SDXL", "fp16", **asked), "made once for the same arguments"
     assert told.lines != bound("comfyui", "sdxl", "float16", gpu="T4", **asked).lines
+
+
+def test_sizes_of_a_bound_have_a_limit():
+    line = next(one for one in bound("invokeai", "sdxl", "float16", sides=[256, 512]).lines if one.op == "decode")
+    for argument, sizes in (("height", (1 << 21, 8)), ("width", (8, 10**20)), ("tile", (8, 8, 8))):
+        with refused(argument):
+            line.bytes(*sizes)
+    assert line.bytes(1 << 20, 8) > line.bytes(8, 8)

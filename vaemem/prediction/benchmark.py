@@ -6,6 +6,7 @@ The names that the script holds decide which memory is still allocated when a me
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 from vaemem.prediction.held import LoadedVAE, Tensor, Variables
 from vaemem.prediction.job import Job
@@ -15,20 +16,26 @@ from vaemem.prediction.runtimes import RUNTIMES
 BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, regardless of its models' configs
 
 
-# The runs of a fresh process with its loaded model before the counters are read: warm-up runs, measured runs, and
-# whether the cache is emptied and the peaks are reset before each run.
+class Protocol(NamedTuple):
+    """The runs of a fresh process with its loaded model before the counters are read."""
+
+    warmups: int
+    runs: int  # measured ones
+    is_emptied: bool  # the cache is emptied, and the peaks are reset, before each run
+
+
 PROTOCOLS = {
-    "cold": (0, 1, True),  # the first run of the process
-    "warm": (2, 1, True),  # the first run after two warm-up runs, while the second one's result is still bound
-    "repeated": (2, 2, True),  # the second run after two warm-up runs, when none of their results is bound
-    "kept": (0, 3, False),  # three runs in a row; the largest of them counts
+    "cold": Protocol(0, 1, True),  # the first run of the process
+    "warm": Protocol(2, 1, True),  # the first run after two warm-up runs, while the second one's result is still bound
+    "repeated": Protocol(2, 2, True),  # the second run after two warm-up runs, when none of their results is bound
+    "kept": Protocol(0, 3, False),  # three runs in a row; the largest of them counts
 }
 USUAL_PROTOCOL = "warm"
-SEED_TABLE = 2, 5, True  # the table has the mean of the five
+SEED_TABLE = Protocol(2, 5, True)  # the table has the mean of the five
 
 
 def benchmark(
-    process: SimulatedProcess, vae: LoadedVAE, job: Job, protocol: tuple[int, int, bool] = SEED_TABLE,
+    process: SimulatedProcess, vae: LoadedVAE, job: Job, protocol: Protocol = SEED_TABLE,
     input_dtype: str | None = None,
 ) -> list[Reading]:  # fmt: skip
     """Play the seed table's benchmark: warm-up runs, then measured ones.
@@ -42,8 +49,7 @@ def benchmark(
         If its dtype differs from the input's, each run converts weights and input, and then converts the weights back.
         With `upcast` it does so as ``upcast_vae`` before diffusers 0.36: a decode's first blocks keep the input's
         dtype.
-    protocol : tuple of (int, int, bool)
-        As in `PROTOCOLS`.
+    protocol : Protocol
     input_dtype : str, optional
         The job's weights_dtype by default.
 

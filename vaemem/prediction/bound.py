@@ -9,7 +9,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._arguments import shared
-from vaemem._common import DTYPES, OPS, __version__, chosen, distinct, listed, meant, spread, whole
+from vaemem._common import DTYPES, MOST_SIDE, OPS, __version__, chosen, distinct, listed, meant, spread, whole
 from vaemem._errors import ArgumentError
 from vaemem._numpy import np
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
@@ -50,10 +50,11 @@ class _BoundLine(NamedTuple):
 
     def bytes(self, height: int, width: int, tile: int | None = None) -> int:
         """Return the bytes of an image of this many pixels. tile: its side in pixels, for a tiled op."""
-        height, width = whole("height", height), whole("width", width)
+        height, width = whole("height", height, most=MOST_SIDE), whole("width", width, most=MOST_SIDE)
         if (tile is not None) != self.op.endswith("_tiled"):
             raise ArgumentError("tile", "a side with the tiled ops and None with others", f"{tile} with {self.op}")
-        return int(value_of(self.law, self._symbols(height, width, 0 if tile is None else whole("tile", tile))))
+        side = 0 if tile is None else whole("tile", tile, most=MOST_SIDE)
+        return int(value_of(self.law, self._symbols(height, width, side)))
 
     def above(self, uppers: Mapping[Point, Sequence[int]]) -> _BoundLine:
         """Return the line with the smallest excess above `upper` of every prediction, raised for the sizes between."""
@@ -69,13 +70,8 @@ class _BoundLine(NamedTuple):
         return self._replace(law=law, predictions=count, overshoot=float(excess.max()), at=size)
 
     def _symbols(self, height: Any, width: Any, tile: Any) -> dict[str, Any]:
-        def least(one: Any, other: Any) -> Any:
-            """Return the smaller of two numbers, which may be large, or of two arrays."""
-            return min(one, other) if isinstance(one, int) else np.minimum(one, other)
-
         tiles = [(tile * high // 1, tile * wide // 1) for high, wide in self.passes]
-        areas = [least(height, high) * least(width, wide) for high, wide in tiles]
-        cut = max(areas) if isinstance(height, int) else np.max(areas, 0)
+        cut = np.max([np.minimum(height, high) * np.minimum(width, wide) for high, wide in tiles], 0)
         return symbols_at(height, width) | {"cut": cut}
 
     @property

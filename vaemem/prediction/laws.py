@@ -45,24 +45,25 @@ def value_of(law: Law, at: Mapping[str, Any]) -> Any:
     return sum(number * math.prod(at[name] for name in power.split("*")) for power, number in law.items())
 
 
-def solve_law(powers: Sequence[str], at: Mapping[str, Any], sizes: np.ndarray) -> dict[str, float]:
-    """Return the law with these powers that is nearest to the sizes. Its numbers are exact fractions of `FINEST`."""
+def solve_law(powers: Sequence[str], at: Mapping[str, Any], wanted: np.ndarray) -> dict[str, float]:
+    """Return the law with these powers that is nearest to the wanted values. Its numbers are exact fractions of
+    `FINEST`."""
     columns = np.stack([value_of({power: 1.0}, at) for power in powers], 1)
     scale = np.abs(columns).max(0)  # powers differ by orders of magnitude
-    found = np.linalg.lstsq(columns / scale, sizes, rcond=None)[0] / scale
+    found = np.linalg.lstsq(columns / scale, wanted, rcond=None)[0] / scale
     return {power: round(one * FINEST) / FINEST for power, one in zip(powers, found.tolist(), strict=True)}
 
 
 def least_above(
-    powers: Sequence[str], at: Mapping[str, Any], sizes: np.ndarray, weights: np.ndarray
+    powers: Sequence[str], at: Mapping[str, Any], wanted: np.ndarray, weights: np.ndarray
 ) -> dict[str, float]:
-    """Return the lowest law with these powers above all sizes. None of its numbers is below 0.
+    """Return the lowest law with these powers above all wanted values. None of its numbers is below 0.
 
     Lowest means the smallest sum of the weighted relative excesses and the largest one. The simplex method solves the
     dual program, which has few rows.
     """
     columns = np.stack([value_of({power: 1.0}, at) for power in powers], 1)
-    shares = columns / sizes[:, None]
+    shares = columns / wanted[:, None]
     scale = np.maximum(shares.max(0), np.finfo(float).tiny)
     shares = shares / scale
     count, width = shares.shape
@@ -82,7 +83,7 @@ def least_above(
         table[others] -= np.outer(table[others, enters], table[leaves])
         gain = gain - gain[enters] * table[leaves]
     found = np.maximum(-gain[2 * count : 2 * count + width], 0) / scale
-    return dict(zip(powers, (found / (columns @ found / sizes).min()).tolist(), strict=True))
+    return dict(zip(powers, (found / (columns @ found / wanted).min()).tolist(), strict=True))
 
 
 def write_number(value: float | Fraction, language: Language = "text") -> str:

@@ -108,8 +108,7 @@ class Plays:
             return self.process, 0
         if protocol == "cold":
             for other, process in self._played.items():
-                warmups, runs, _ = PROTOCOLS[other]
-                if len(process.readings) > runs or not warmups:
+                if len(process.readings) > PROTOCOLS[other].runs or not PROTOCOLS[other].warmups:
                     return process, 0
         if protocol not in self._played:
             assert isinstance(self.request, VAERequest | ModuleRequest)
