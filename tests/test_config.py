@@ -99,3 +99,14 @@ def test_sizes_of_an_arch_that_are_none_are_refused_by_name(key):
             with pytest.raises(ArgumentError) as caught:
                 take(FLUX2 | {key: bad})
             assert caught.value.argument in ("config", "arch")
+
+
+def test_decimals_are_those_of_single_precision():
+    """The shortest decimal with the same single, as NumPy writes it; subnormal numbers and the largest one too."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 0x7F800000, 2000, np.uint32)  # of all finite singles, as likely
+    singles = [*bits.view(np.float32).tolist(), 0.0, 1e-45, configs.LARGEST]
+    near = (np.array(singles) * (1 + rng.uniform(-1e-9, 1e-9, len(singles)))).clip(max=configs.LARGEST).tolist()
+    for value in (*singles, *near, *(-one for one in singles)):
+        assert configs._decimal(value) == float(str(np.float32(value)))
+    assert configs.LARGEST == float(np.finfo(np.float32).max)

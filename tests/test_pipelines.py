@@ -751,6 +751,15 @@ def test_import_leaves_all_for_later():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_predictions_and_plans_need_no_numpy():
+    code = (
+        "import sys, vaemem; print(vaemem.predict('sdxl', 'decode', 512, 512, gpu='T4').to_json()[:1]);"
+        " print(vaemem.plan_pipeline('sd15', 512, 512, gpu='RTX 3060'), vaemem.predict_pipeline('sdxl', 512, 512,"
+        " gpu='T4', runtime='comfyui').least); assert not {'numpy', 'ml_dtypes'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("offload", ["none", "model", "sequential"])
 def test_the_safety_checker_stays_on_the_device(offload):
     plain = predict_pipeline("sd15", 512, 512, gpu="T4", offload=offload)
