@@ -56,7 +56,8 @@ def import_comfyui() -> Any:
 
     manager.cpu_state = manager.CPUState.GPU
     manager.is_nvidia = lambda: True
-    manager.supports_fp8_compute = manager.supports_nvfp4_compute = lambda *_: False
+    for kind in ("fp8", "nvfp4", "mxfp8"):
+        setattr(manager, f"supports_{kind}_compute", lambda *_: False)
     manager.MIN_WEIGHT_MEMORY_RATIO = 0.0  # an NVIDIA card's
     manager.soft_empty_cache = lambda *_: None
     return manager

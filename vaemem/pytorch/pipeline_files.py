@@ -69,7 +69,8 @@ _PADDED = {  # sides and frames in a VAE, which convolutions pad by two
     **{f"{side}p{level}": f"{2**level} {side} + 2" for level in range(5) for side in "hw"},
     "fp0": "1 f + 2", "fp1": "2 f + 1", "fp2": "4 f + -1",
 }  # fmt: skip
-_COLUMNS = "unguided clip sound least_clips least_steps pieces".split()  # of a row, as in `_Calls`
+_PADS = "t", "p"  # tokens of the prompt and of the picture, which a denoiser may pad
+_COLUMNS = "unguided clip sound least_clips least_steps pieces padded more_points".split()  # of a row, as in `_Calls`
 _CARD = "RTX 4090"
 _DENOISERS = ("unet", "transformer")
 _STEPS = "num_inference_steps"
@@ -87,6 +88,9 @@ class _Calls(NamedTuple):
     factor: pixels for each side of a latent's pixel
     clip, sound: as of `Pipeline`; least_clips, least_steps: in a call
     pieces: roles of components whose children are recorded in their place
+    padded: the denoiser pads tokens to multiples of this number; 0: it pads none
+    more_points: further points, as of `_POINTS`
+    are_videos: whether it makes videos; pictures have one frame
     """
 
     given: Mapping[str, Any]
@@ -102,6 +106,9 @@ class _Calls(NamedTuple):
     least_clips: int = 1
     least_steps: int = 1
     pieces: Sequence[str] = ()
+    padded: int = 0
+    more_points: Sequence[Sequence[int]] = ()
+    are_videos: bool = True
 
     def points(self, of: Sequence[Sequence[int]], unguided: Sequence[Sequence[int]]) -> list[dict[str, int]]:
         """Return the variables of a text at points. If guidance can be turned off, do so at the others."""
@@ -116,7 +123,8 @@ class _Calls(NamedTuple):
         p, m = h // 2 * (w // 2), -(-t // MOST_SEQUENCE) * MOST_SEQUENCE
         s += self.least_steps - 1
         found = {"n": n, "h": h, "w": w, "p": p, "t": t, "s": s, "g": g, "y": h, "x": w, "q": p, "m": m}
-        found |= video_variables(self.frames_of(f + self.least_clips - 2), self.frames, self.clip, self.sound)
+        frames = self.frames_of(f + self.least_clips - 2) if self.are_videos else self.clip[0]
+        found |= video_variables(frames, self.frames, self.clip, self.sound)
         return found | dict.fromkeys("k u c i e v".split(), 0)
 
     def frames_of(self, clips: int) -> int:
@@ -198,13 +206,21 @@ def _kept(recorder: ContentsRecorder, output: Any, kept: Sequence[int]) -> list[
     return [by_storage[made[place]] for place in kept]
 
 
-def _derived(at: Values) -> dict[str, int]:
-    """Add the halves of both sides, rounded up, three times; and padded sides."""
+def _derived(at: Values, padded: int) -> dict[str, int]:
+    """Add the halves of both sides, rounded up, three times; padded sides; and padded tokens, with the padding."""
     found = {name: at[name] for name in _OF_MODULES}
+    for name in _PADS if padded else ():
+        found[f"{name}{padded}"] = -(-at[name] // padded) * padded
+        found[_padding(name, padded)] = found[f"{name}{padded}"] - at[name]
     for name in _HALVED:
         level = int(name[1])
         found[name] = -(-found[f"{name[0]}{level - 1}" if level > 1 else name[0]] // 2)
     return found | {name: evaluate(of, at) for name, of in _PADDED.items()}
+
+
+def _padding(name: str, padded: int) -> str:
+    """Return a polynomial of the padding's tokens, without its first factor."""
+    return f"{name}{padded} + -1 {name}"
 
 
 _AREAS = ["", "h w", "h1 w1", "h2 w2", "h3 w3", "p", *"hw", *_HALVED]
@@ -219,9 +235,10 @@ _OF_VAES += products(["", "n"], ["fp0", "fp1", "fp2"], ["h w"])
 
 
 def _write_module(
-    module: torch.nn.Module, dtype: str, calls: Sequence[tuple[Values, ComponentCall]]
+    module: torch.nn.Module, dtype: str, calls: Sequence[tuple[Values, ComponentCall]], padded: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write a component's program from its calls at several points. Return also the recordings' notes."""
+    """Write a component's program from its calls at several points. Return also the recordings' notes. padded: as of
+    `_Calls`"""
     known, notes = dict[tuple[Any, ...], Any](), dict[str, None]()
     for called in {called.label: called for _, called in calls}.values():
         _record_module(module, called)  # it may keep tables: from the second call on they are there
@@ -232,20 +249,23 @@ def _write_module(
             trace, said = _record_module(module, called)
             known[key] = trace.calls[0]
             notes |= dict.fromkeys(said)
-        recorded.append((_derived(at), known[key]))
+        recorded.append((_derived(at, padded), known[key]))
     groups = grouped(recorded, lambda one: structure_of(one[1]))
     texts = dict[str, Any]()
     for group in groups.values():
         points = [at for at, _ in group]
         others = [at for other in groups.values() if other is not group for at, _ in other]
-        case = equations_of(points, others, ["o", "g", "n", "f"])
-        fit = PolynomialFit(_MONOMIALS + _OF_VAES * ("vae" in calls[0][1].role), points)
+        telling = ["o", *(_padding(name, padded) for name in _PADS if padded), "g", "n", "f"]
+        case = equations_of(points, others, telling)
+        of_pads = products(["", "n"], [f"{name}{padded}" for name in _PADS]) if padded else []
+        fit = PolynomialFit(_MONOMIALS + of_pads + _OF_VAES * ("vae" in calls[0][1].role), points)
         writer = Writer(fit, dtype)
         writer.write([call for _, call in group])
         lists = {"convs": writer.convs, "attentions": writer.attentions, "modules": list(writer.modules)}
         texts[f"{dtype}; {case}".removesuffix("; ")] = {"sizes": fit.polynomials, **lists}
     derived = {name: [f"1 {name[0]}{int(name[1]) - 1 or ''}", 2, 1] for name in _HALVED}
     derived |= {name: [of, 1, 1] for name, of in _PADDED.items()}
+    derived |= {f"{name}{padded}": [f"1 {name}", padded, padded] for name in _PADS if padded}
     program = {
         "about": type(module).__name__, "source": versions_of(), "variables": _OF_MODULES, "derived": derived,
         "weights": weights_text(module, getattr(torch, dtype)), "calls": texts,
@@ -298,9 +318,12 @@ def _turn_off_tiles(modules: Mapping[str, Any]) -> list[str]:
     return [f"the {role} was recorded without its tiles" for role in unknown]
 
 
-def _find_types(modules: Mapping[str, torch.nn.Module], used: Collection[str]) -> dict[str, str]:
-    """Return the types of modules' weights. All but the VAE have the denoiser's, apart from weights in float32."""
+def _find_types(modules: Mapping[str, torch.nn.Module], used: Collection[str], mixed: bool) -> dict[str, str]:
+    """Return the types of modules' weights. All but the VAE have the denoiser's, apart from weights in float32; unless
+    types are mixed."""
     types = {role: _type_of(module) for role, module in modules.items()}
+    if mixed:
+        return types
     usual = types[next((role for role in _DENOISERS if role in used), [*used][-1])]
     others = {types[role] for role in modules if role != "vae"}
     if others - {usual, "float32"}:
@@ -309,7 +332,7 @@ def _find_types(modules: Mapping[str, torch.nn.Module], used: Collection[str]) -
 
 
 def _config_of(module: Any) -> dict[str, Any]:
-    return {**module.config, "_class_name": type(module).__name__}
+    return {"_class_name": type(module).__name__, **module.config}
 
 
 def _is_walked(module: torch.nn.Module, calls: Sequence[ComponentCall]) -> bool:
@@ -333,6 +356,7 @@ class _Recorded(NamedTuple):
     labels: of a role's calls
     batched: roles whose first tensor has the images, or the prompts, of a call as its first dimension
     pieces: as of `_Calls`
+    most_calls: of a component's method that are recorded; the others have the same code
     """
 
     fitted: Sequence[tuple[dict[str, int], RecordedCall]]
@@ -341,6 +365,7 @@ class _Recorded(NamedTuple):
     labels: Mapping[str, Sequence[str]]
     batched: Collection[str]
     pieces: Collection[str] = ()
+    most_calls: int = _MOST_CALLS
 
     def variables(self, role: str, label: str, shapes: Any, at: Values) -> dict[str, int]:
         """Return a component's variables: those of the text, with the images of the call; or the sides of what a VAE
@@ -353,7 +378,7 @@ class _Recorded(NamedTuple):
         found = {name: at[name] for name in "hwfaptg"}
         if role in self.pieces and len(shapes[0][1]) == 5:
             found["f"] = shapes[0][1][2]
-        if role.startswith("text_encoder") and len(shapes[0][1]) == 2:
+        if role.startswith("text_encoder") and shapes and len(shapes[0][1]) == 2:
             found["t"] = shapes[0][1][1]
         return found | {"n": n, "d": times[0] if times else 1, "o": self.labels[role].index(label)}
 
@@ -366,7 +391,7 @@ class _Recorded(NamedTuple):
             for called in {(called.label, *shapes_of_all(called)): called for called in of_role}.values():
                 values = self.variables(role, called.label, called.shapes, at)
                 shapes = known.setdefault((called.label, values["n"] // at["n"]), set())
-                if shapes_of_all(called) in shapes or len(shapes) < _MOST_CALLS:
+                if shapes_of_all(called) in shapes or len(shapes) < self.most_calls:
                     shapes.add(shapes_of_all(called))
                     found.append((values, called))
             for called in of_role:
@@ -445,16 +470,17 @@ def record_pipeline(
     write(path, json.dumps(contents, indent=1, default=list))
 
 
-def record_row(row: Mapping[str, Any], progress: Progress = None) -> dict[str, Any]:
-    """Record a pipeline from its row, a file of data/pipelines. Return the contents of a recording."""
-    pipe, picture = build_row(row, "meta"), row["call"].get("image")
+def record_row(row: Mapping[str, Any], progress: Progress = None, pipe: Any = None) -> dict[str, Any]:
+    """Record a pipeline from its row, a file of data/pipelines. Return the contents of a recording. pipe: an object to
+    record in place of a pipeline of diffusers"""
+    pipe, picture = pipe or build_row(row, "meta"), row["call"].get("image")
     image = {"image": make_picture(picture, 64, 64)} if picture else {}
     factor = row.get("factor") or whole("vae_scale_factor", getattr(pipe, "vae_scale_factor", 8))
     alike = {name: row[name] for name in _COLUMNS if name in row}
     calls = _Calls(
         {**row["call"], **image}, factor, words=0 if row.get("words", True) else row["tokens"],
         pads=row["tokens"] != CLIP_TOKENS, unit=row.get("unit", 2 * factor) // factor,
-        frames=row.get("frame_factor", 4), most=row.get("most_batch", 0), **alike,
+        are_videos=bool(row.get("frames")), frames=row.get("frame_factor", 4), most=row.get("most_batch", 0), **alike,
     )  # fmt: skip
     contents = _record_file(pipe, calls, row, progress)
     return contents | {"notes": [*contents["notes"], *row.get("notes", ())]}
@@ -466,7 +492,7 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     pipe.set_progress_bar_config(disable=True)
     modules = modules_of(pipe)
     notes = _turn_off_tiles(modules)
-    points, checks = calls.points(_POINTS, _UNGUIDED), calls.points(_CHECKS, _CHECKS[:1])
+    points, checks = calls.points([*_POINTS, *calls.more_points], _UNGUIDED), calls.points(_CHECKS, _CHECKS[:1])
     changes = _find_changes(pipe, calls)
     points = [at | {"s": _lengthened(at["s"], changes)} for at in points]
     with polling(progress, "record", total=len(points) + len(checks)) as poll:
@@ -478,8 +504,17 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     vaes = {"vae": modules["vae"]} if _is_walked(modules["vae"], of_vae) else {}
     of_roles = grouped((called for call in found for called in call.calls), lambda called: called.role)
     labels = {role: [*dict.fromkeys(called.label for called in of)] for role, of in of_roles.items()}
-    all_of = _Recorded(done[: len(points)], done[len(points) :], vaes, labels, _find_batched(done), calls.pieces)
-    head = f"# {type(pipe).__name__}; {versions_of()}"
+    all_of = _Recorded(
+        done[: len(points)],
+        done[len(points) :],
+        vaes,
+        labels,
+        _find_batched(done),
+        calls.pieces,
+        _MOST_CALLS + len(calls.more_points),
+    )
+    source = row.get("versions") or versions_of()
+    head = f"# {type(pipe).__name__}; {source}"
     text = "\n".join([head, *write_text([(at, call.events) for at, call in all_of.fitted], all_of.variables, changes)])
     if "\nconvert " in text and not vaes:
         raise ArgumentError("pipe", "a VAE whose code is known", "one that the pipeline converts between its calls")
@@ -488,10 +523,12 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     used = dict.fromkeys(called.role for _, call in all_of.fitted for called in call.calls)
     noted = (re.sub(r" \(\d+ times\)", "", note) for _, call in all_of.fitted for note in call.notes)
     notes += dict.fromkeys(noted)
-    made, types = dict[str, Any](), _find_types(modules, used)
+    made, types = dict[str, Any](), _find_types(modules, used, row.get("mixed", False))
     for role in used:
         if role not in vaes:
-            made[role], said = _write_module(modules[role], types[role], all_of.calls_of(role, all_of.fitted))
+            made[role], said = _write_module(
+                modules[role], types[role], all_of.calls_of(role, all_of.fitted), calls.padded
+            )
             notes += said
             _check_module(role, made[role], modules[role], types[role], all_of.calls_of(role, all_of.checked))
     for role in modules.keys() - used:  # pipe.to moves them too
@@ -502,7 +539,7 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     chain = [role for role in (sequence or "").split("->") if role in modules]
     roles = [*chain, *(role for role in modules if role not in chain)]
     denoisers = {type(modules[role]).__name__ for role in _DENOISERS if role in made}
-    usual = next(type for role, type in types.items() if role != "vae")
+    usual = types[next((role for role in _DENOISERS if role in types), next(iter(types)))]
     methods = {(called.role, called.method) for called in all_of.fitted[0][1].calls}
     facts = {
         "dtype": usual, "vae_dtype": "" if types["vae"] == usual else types["vae"],
@@ -517,7 +554,7 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
         **{fact: row[fact] for fact in OPTIONAL_FACTS if fact in row},
     }  # fmt: skip
     return {
-        "format": FILE_FORMAT, "about": f"{type(pipe).__name__} of {row['repository']}", "source": versions_of(),
+        "format": FILE_FORMAT, "about": f"{type(pipe).__name__} of {row['repository']}", "source": source,
         "row": facts, "notes": notes, "roles": roles, "text": text, "modules": made,
         "vaes": {role: _config_of(module) for role, module in vaes.items() if role in used},
     }  # fmt: skip
@@ -553,8 +590,10 @@ def _record(
 
 
 def shapes_of_all(called: ComponentCall) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a call's tensors."""
-    return tuple(tuple(x.shape) for x in leaves_of((called.args, dict(called.kwargs))) if hasattr(x, "shape"))
+    """Return the shapes of a call's tensors, and how many other arguments it has: tokens may come in lists."""
+    leaves = leaves_of((called.args, dict(called.kwargs)))
+    shapes = [tuple(x.shape) for x in leaves if hasattr(x, "shape")]
+    return (*shapes, (len(leaves) - len(shapes),))
 
 
 def _tokens(call: RecordedCall) -> int:

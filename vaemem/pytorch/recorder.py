@@ -94,10 +94,17 @@ class Recording:
 
 # Operators whose temporary memory may be ignored. `any` and `all` of a whole tensor take 1 KiB and free it at once.
 # `cumsum` takes some if it sums a whole tensor (ScanKernels.cpp), as of a prompt's mask; so does `nonzero` besides its
-# output. `tril_` works in place. comfy-kitchen's kernel for CUDA allocates nothing but its outputs.
+# output, and `count_nonzero` a byte for each of a sampler's first latents. `tril_` works in place. comfy-kitchen's
+# kernels of positions allocate nothing but their outputs on an NVIDIA card.
 NEGLIGIBLE = {
     "aten.all.default", "aten.any.default", "aten.cumsum.default", "aten.nonzero.default", "aten.tril_.default",
-    "comfy_kitchen.apply_rope.default",
+    "aten.count_nonzero.default",
+    *(
+        f"comfy_kitchen.{name}{one}{place}.default"
+        for name in ("apply_rope", "apply_rope_split_half", "rms_rope", "rms_rope_split_half")
+        for one in ("", "1")
+        for place in ("", "_")
+    ),
 }  # fmt: skip
 
 

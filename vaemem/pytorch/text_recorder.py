@@ -324,7 +324,7 @@ class TextRecorder(PipelineRecorder):
             self.recording.unmodelled.update(unmodelled)
             self.guesses = guesses
         del args, kwargs
-        result, numbers = self._on_card(*self._outputs[key])
+        result, numbers = self._restore(*self._outputs[key])
         self.writer.leave(numbers)
         return result
 
@@ -380,15 +380,17 @@ class TextRecorder(PipelineRecorder):
                 made.__dict__["contents"] = known.clone()
         return made
 
-    def _to_meta(self, output: Any) -> tuple[Any, dict[int, int]]:
-        """Copy an output to "meta". Return also the order in which its storages were made."""
-        whole, order = dict[int, torch.Tensor](), dict[int, int]()
+    def _to_meta(self, output: Any) -> tuple[Any, dict[int, int], dict[int, str]]:
+        """Copy an output to "meta". Return also the order in which its storages were made, and the kinds of their
+        devices."""
+        whole, order, places = dict[int, torch.Tensor](), dict[int, int](), dict[int, str]()
 
         def copied(x: torch.Tensor) -> torch.Tensor:
             address = x.untyped_storage()._cdata
             with setting(self, _silent=True), _disable_current_modes(), torch._C.DisableTorchFunction():
                 if address not in whole:
                     whole[address] = torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+                    places[whole[address].untyped_storage()._cdata] = x.device.type
                     order[whole[address].untyped_storage()._cdata] = self.number_of(address)
                 made = whole[address].view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
                 if (known := self.contents(x)) is not None:
@@ -396,10 +398,11 @@ class TextRecorder(PipelineRecorder):
             return made
 
         with setting(self, _silent=True):
-            return _copy_with(output, copied), order
+            return _copy_with(output, copied), order, places
 
-    def _on_card(self, output: Any, order_of: Mapping[int, int]) -> tuple[Any, list[int]]:
-        """Copy an output on "meta" to the card. Return also the numbers of its storages, the first made first."""
+    def _restore(self, output: Any, order_of: Mapping[int, int], places: Mapping[int, str]) -> tuple[Any, list[int]]:
+        """Copy an output on "meta" to where it was. Return also the numbers of its storages on the card, the first made
+        first."""
         storages, made, numbers = dict[int, Any](), dict[int, torch.Tensor](), list[int]()
 
         def note(x: torch.Tensor) -> torch.Tensor:
@@ -410,16 +413,18 @@ class TextRecorder(PipelineRecorder):
             whole = made[x.untyped_storage()._cdata].view(x.dtype)
             own = whole.as_strided(x.shape, x.stride(), x.storage_offset())
             if "contents" in vars(x):
-                own.__dict__["contents"] = vars(x)["contents"].clone()
+                with unset_fake_temporarily():
+                    own.__dict__["contents"] = vars(x)["contents"].clone()
             return own
 
         _copy_with(output, note)
         with self.hiding():
             for address in sorted(storages, key=lambda address: order_of.get(address, -1)):
                 with setting(self, _silent=True):
-                    made[address] = torch.empty(storages[address].nbytes(), dtype=torch.uint8, device="cuda")
-                numbers.append(self.writer.take(0, ""))
-                self.bind(made[address], numbers[-1])
+                    made[address] = torch.empty(storages[address].nbytes(), dtype=torch.uint8, device=places[address])
+                if places[address] != "cpu":
+                    numbers.append(self.writer.take(0, ""))
+                    self.bind(made[address], numbers[-1])
             with setting(self, _silent=True):
                 return _copy_with(output, copied), numbers
 

@@ -390,6 +390,7 @@ def _holds(equation: _Equation, at: Values) -> bool:
 def _equations(own: Sequence[Values], others: Sequence[Values], telling: Sequence[str]) -> Iterator[_Equation]:
     """Yield equations that hold at one of these points at least, the plainest first: g = 1, s > 3, n != 1, n = 7."""
     values = {name: sorted({at[name] for at in (*own, *others)}) for name in telling}
+    values |= {name: [value for value in found if not value] for name, found in values.items() if " + " in name}
     # A number of steps among many is where a recording happens to be, and tells nothing.
     values |= {name: [value for value in found if value < _MANY_STEPS] for name, found in values.items() if name == "s"}
     plain = [(name, value) for name in telling for value in values[name] if value <= 1 or name not in _COUNTS]

@@ -1,0 +1,142 @@
+"""ComfyUI's workflows as objects that vaemem/pytorch/pipeline_files.py records, like pipelines of diffusers.
+
+A call runs ComfyUI's own code: CLIP's encode_from_tokens for the prompts, CFGGuider with Euler's steps, VAE's decode. Its
+models are components. Models are on the card, and its manager loads nothing: which weights are there when is placement.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from comfyui_code import import_comfyui
+
+from vaemem.engine.configs import config_of
+from vaemem.prediction.runtimes import architecture
+from vaemem.pytorch.loading import Undrawn, default_dtype
+
+FOLDER = Path(__file__).parent.parent / "vaemem" / "data" / "workflows"
+ENOUGH = 1 << 60  # bytes of free memory
+
+
+class Steps:
+    """Takes the place of a scheduler: a step ends with a call of `step`."""
+
+    def step(self) -> None:
+        """Note the end of a step."""
+
+
+class Workflow:
+    """A workflow of ComfyUI.
+
+    row: a file of data/workflows. "model" is a class of comfy/supported_models.py, with its "config"; "encoder" the text
+        encoder's class, with "settings" and the type of its weights; "tokens_of" names the lists of tokens that it
+        gets, with their lengths, or 0 for the prompt's; "conditions" are added to the prompts; "vae" has keys and shapes
+        by which ComfyUI recognises the VAE, and "vae_name" its name here, if the C walk knows it
+    """
+
+    model_cpu_offload_seq = "text_encoder->transformer->vae"
+
+    def __init__(self, row: Mapping[str, Any]):
+        comfy = _imported()
+        self.row, self.scheduler = row, Steps()
+        with Undrawn(), torch.device("meta"):
+            model = getattr(comfy.supported_models, row["model"])(dict(row["config"]))
+            model.set_inference_dtype(getattr(torch, row["dtype"]), None)
+            with default_dtype(torch.float32):
+                self.transformer = model.get_model({}, device="meta")
+                kind = resolve_name(row["encoder"])
+                dtype = getattr(torch, row["encoder_dtype"])
+                self.text_encoder = kind(device="meta", dtype=dtype, **row.get("settings", {}))
+            state = {name: torch.empty(shape) for name, shape in row["vae"].items()}
+            self._vae = comfy.sd.VAE(sd=state, device=torch.device("cpu"), dtype=getattr(torch, row["vae_dtype"]))
+        self.vae = self._vae.first_stage_model.to(getattr(torch, row["vae_dtype"]))
+        self._vae.first_stage_model = self._vae.patcher = None
+        if "vae_name" in row:
+            self.vae.config = config_of(architecture(row["vae_name"]))
+        self.latent_format = self.transformer.latent_format
+        for module, method in ((self.transformer, "apply_model"), (self.text_encoder, "encode_token_weights")):
+            _call_by_forward(type(module), method)
+
+    @property
+    def components(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("text_encoder", "transformer", "vae", "scheduler")}
+
+    def set_progress_bar_config(self, **_: Any) -> None:
+        """ComfyUI shows none without its server."""
+
+    def __call__(
+        self, height: int, width: int, num_inference_steps: int, num_images_per_prompt: int = 1, num_frames: int = 1,
+        max_sequence_length: int = 0, negative_prompt: str = "", joins: bool = False,
+    ) -> Any:  # fmt: skip
+        """Encode the prompts, denoise, decode. max_sequence_length: tokens of each prompt. With a negative prompt it
+        guides."""
+        comfy = _imported()
+        card, host, row = torch.device("cuda:0"), torch.device("cpu"), self.row
+
+        def patcher(model: Any) -> Any:
+            return comfy.model_patcher.ModelPatcher(model, load_device=card, offload_device=host, size=1)
+
+        clip = comfy.sd.CLIP(no_init=True)
+        clip.cond_stage_model, clip.patcher = self.text_encoder, patcher(self.text_encoder)
+        clip.layer_idx, clip.use_clip_schedule, clip.apply_hooks_to_conds = None, False, None
+
+        def prompt(count: int) -> list[Any]:
+            tokens = {name: [[(1000, 1.0)] * (length or count)] for name, length in row["tokens_of"].items()}
+            return clip.encode_from_tokens_scheduled(tokens, add_dict=dict(row.get("conditions", {})))
+
+        positive = prompt(max_sequence_length)
+        negative = prompt(max_sequence_length) if negative_prompt else positive
+        comfy.samplers.can_concat_cond = lambda one, other: joins or one is other
+        guider = comfy.samplers.CFGGuider(patcher(self.transformer))
+        guider.set_conds(positive, negative)
+        guider.set_cfg(4.0 if negative_prompt else 1.0)
+        latents = self._latents(num_images_per_prompt, num_frames, height, width)
+        noise = comfy.sample.prepare_noise(latents, 0)
+        sigmas = torch.linspace(1, 0, num_inference_steps + 1)
+        samples = guider.sample(
+            noise, latents, comfy.samplers.ksampler("euler"), sigmas, disable_pbar=True,
+            callback=lambda *_: self.scheduler.step(),
+        )  # fmt: skip
+        del guider, clip, positive, negative
+        vae = copy.copy(self._vae)
+        vae.first_stage_model, vae.patcher, vae.device = self.vae, patcher(self.vae), card
+        return vae.decode(samples.to(host))
+
+    def _latents(self, images: int, frames: int, height: int, width: int) -> Any:
+        """Return empty latents in the host's memory, as the Empty Latent nodes make them."""
+        kind, side = self.latent_format, self.latent_format.spacial_downscale_ratio
+        sizes = height // side, width // side
+        if kind.latent_dimensions == 3:
+            sizes = (frames - 1) // kind.temporal_downscale_ratio + 1, *sizes
+        return torch.zeros(images, kind.latent_channels, *sizes)
+
+
+@functools.cache
+def _imported() -> Any:
+    manager = import_comfyui()
+    import comfy.model_patcher
+    import comfy.sample
+    import comfy.samplers
+    import comfy.sd
+    import comfy.supported_models
+    import comfy.supported_models_base
+
+    logging.disable()
+    comfy.supported_models_base.BASE.__deepcopy__ = lambda self, memo: self
+    manager.load_models_gpu = lambda *_, **__: None
+    manager.get_free_memory = lambda *_, torch_free_too=False: (ENOUGH, 0) if torch_free_too else ENOUGH
+    return comfy
+
+
+def _call_by_forward(kind: Any, method: str) -> None:
+    """Let a method call the module's forward, which recorders follow, and forward run the method's code."""
+    if getattr(kind, method).__name__ == method:
+        kind.forward = getattr(kind, method)
+        setattr(kind, method, lambda self, *args, **kwargs: self.forward(*args, **kwargs))
