@@ -1,7 +1,7 @@
 """ComfyUI's workflows as objects that vaemem/pytorch/pipeline_files.py records, like pipelines of diffusers.
 
-A call runs ComfyUI's own code: CLIP's encode_from_tokens for the prompts, CFGGuider with Euler's steps, VAE's decode. Its
-models are components. Models are on the card, and its manager loads nothing: which weights are there when is placement.
+A call runs ComfyUI's own code: CLIP's encode_from_tokens for the prompts, CFGGuider with Euler's steps, VAE's decode.
+Models are components. They are on the card, and ComfyUI's manager loads nothing: which weights are there is placement.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -35,10 +35,10 @@ class Steps:
 class Workflow:
     """A workflow of ComfyUI.
 
-    row: a file of data/workflows. "model" is a class of comfy/supported_models.py, with its "config"; "encoder" the text
-        encoder's class, with "settings" and the type of its weights; "tokens_of" names the lists of tokens that it
-        gets, with their lengths, or 0 for the prompt's; "conditions" are added to the prompts; "vae" has keys and shapes
-        by which ComfyUI recognises the VAE, and "vae_name" its name here, if the C walk knows it
+    row: a file of data/workflows. "model" is a class of comfy/supported_models.py, with its "config"; "encoder" is the
+        text encoder's class, with "settings" and the type of its weights; "tokens_of" names the lists of tokens that it
+        gets, with their lengths, or 0 for the prompt's; "conditions" are added to the prompts; "vae" has keys and
+        shapes by which ComfyUI recognises the VAE, and "vae_name" its name here, if the C walk knows it
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vae"
@@ -77,37 +77,33 @@ class Workflow:
     ) -> Any:  # fmt: skip
         """Encode the prompts, denoise, decode. max_sequence_length: tokens of each prompt. With a negative prompt it
         guides."""
-        comfy = _imported()
-        card, host, row = torch.device("cuda:0"), torch.device("cpu"), self.row
-
-        def patcher(model: Any) -> Any:
-            return comfy.model_patcher.ModelPatcher(model, load_device=card, offload_device=host, size=1)
-
+        comfy, card, host = _imported(), torch.device("cuda:0"), torch.device("cpu")
         clip = comfy.sd.CLIP(no_init=True)
-        clip.cond_stage_model, clip.patcher = self.text_encoder, patcher(self.text_encoder)
+        clip.cond_stage_model, clip.patcher = self.text_encoder, _patcher(self.text_encoder)
         clip.layer_idx, clip.use_clip_schedule, clip.apply_hooks_to_conds = None, False, None
-
-        def prompt(count: int) -> list[Any]:
-            tokens = {name: [[(1000, 1.0)] * (length or count)] for name, length in row["tokens_of"].items()}
-            return clip.encode_from_tokens_scheduled(tokens, add_dict=dict(row.get("conditions", {})))
-
-        positive = prompt(max_sequence_length)
-        negative = prompt(max_sequence_length) if negative_prompt else positive
-        comfy.samplers.can_concat_cond = lambda one, other: joins or one is other
-        guider = comfy.samplers.CFGGuider(patcher(self.transformer))
-        guider.set_conds(positive, negative)
-        guider.set_cfg(4.0 if negative_prompt else 1.0)
+        lengths = {name: length or max_sequence_length for name, length in self.row["tokens_of"].items()}
+        tokens = {name: [[(1000, 1.0)] * length] for name, length in lengths.items()}
+        prompts = [
+            clip.encode_from_tokens_scheduled(tokens, add_dict=dict(self.row.get("conditions", {})))
+            for _ in range(2 if negative_prompt else 1)
+        ]
         latents = self._latents(num_images_per_prompt, num_frames, height, width)
-        noise = comfy.sample.prepare_noise(latents, 0)
-        sigmas = torch.linspace(1, 0, num_inference_steps + 1)
-        samples = guider.sample(
-            noise, latents, comfy.samplers.ksampler("euler"), sigmas, disable_pbar=True,
-            callback=lambda *_: self.scheduler.step(),
-        )  # fmt: skip
-        del guider, clip, positive, negative
+        samples = self._sample(latents, prompts, num_inference_steps, joins)
         vae = copy.copy(self._vae)
-        vae.first_stage_model, vae.patcher, vae.device = self.vae, patcher(self.vae), card
+        vae.first_stage_model, vae.patcher, vae.device = self.vae, _patcher(self.vae), card
         return vae.decode(samples.to(host))
+
+    def _sample(self, latents: Any, prompts: Sequence[Any], steps: int, joins: bool) -> Any:
+        """Run the sampler's node, with Euler's steps."""
+        comfy = _imported()
+        comfy.samplers.can_concat_cond = lambda one, other: joins or one is other
+        guider = comfy.samplers.CFGGuider(_patcher(self.transformer))
+        guider.set_conds(prompts[0], prompts[-1])
+        guider.set_cfg(4.0 if len(prompts) > 1 else 1.0)
+        return guider.sample(
+            comfy.sample.prepare_noise(latents, 0), latents, comfy.samplers.ksampler("euler"),
+            torch.linspace(1, 0, steps + 1), disable_pbar=True, callback=lambda *_: self.scheduler.step(),
+        )  # fmt: skip
 
     def _latents(self, images: int, frames: int, height: int, width: int) -> Any:
         """Return empty latents in the host's memory, as the Empty Latent nodes make them."""
@@ -116,6 +112,11 @@ class Workflow:
         if kind.latent_dimensions == 3:
             sizes = (frames - 1) // kind.temporal_downscale_ratio + 1, *sizes
         return torch.zeros(images, kind.latent_channels, *sizes)
+
+
+def _patcher(model: Any) -> Any:
+    card, host = torch.device("cuda:0"), torch.device("cpu")
+    return _imported().model_patcher.ModelPatcher(model, load_device=card, offload_device=host, size=1)
 
 
 @functools.cache
