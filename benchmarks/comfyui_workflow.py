@@ -55,9 +55,9 @@ class Workflow:
                 dtype = getattr(torch, row["encoder_dtype"])
                 self.text_encoder = kind(device="meta", dtype=dtype, **row.get("settings", {}))
             state = {name: torch.empty(shape) for name, shape in row["vae"].items()}
-            self._vae = comfy.sd.VAE(sd=state, device=torch.device("cpu"), dtype=getattr(torch, row["vae_dtype"]))
-        self.vae = self._vae.first_stage_model.to(getattr(torch, row["vae_dtype"]))
-        self._vae.first_stage_model = self._vae.patcher = None
+            self.decoder = comfy.sd.VAE(sd=state, device=torch.device("cpu"), dtype=getattr(torch, row["vae_dtype"]))
+        self.vae = self.decoder.first_stage_model.to(getattr(torch, row["vae_dtype"]))
+        self.decoder.first_stage_model = self.decoder.patcher = None
         if "vae_name" in row:
             self.vae.config = config_of(architecture(row["vae_name"]))
         self.latent_format = self.transformer.latent_format
@@ -89,7 +89,7 @@ class Workflow:
         ]
         latents = self._latents(num_images_per_prompt, num_frames, height, width)
         samples = self._sample(latents, prompts, num_inference_steps, joins)
-        vae = copy.copy(self._vae)
+        vae = copy.copy(self.decoder)
         vae.first_stage_model, vae.patcher, vae.device = self.vae, _patcher(self.vae), card
         return vae.decode(samples.to(host))
 

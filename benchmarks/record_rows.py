@@ -17,17 +17,22 @@ from typing import Any
 
 from vaemem.pipelines.components import Pipeline, pipeline_of
 from vaemem.pipelines.programs import Recorded
-from vaemem.prediction.recordings import PACKAGED, SUFFIX
+from vaemem.prediction.recordings import PIPELINE_FOLDER, SUFFIX
 
 DATA = Path(__file__).parent.parent / "vaemem" / "data"
 FOLDER, FACTS = DATA / "pipelines", DATA / "pipelines.json"
+
+
+def kept_facts(kind: Pipeline) -> dict[str, Any]:
+    """Return a pipeline's facts that are not the usual ones."""
+    return {fact: value for fact, value in kind._asdict().items() if value != Pipeline._field_defaults.get(fact, ...)}
 
 
 def facts_of(path: Path) -> dict[str, Any]:
     """Return a pipeline's facts that are not the usual ones. path: of its row"""
     recording, row = path.with_suffix(SUFFIX), json.loads(path.read_text("utf-8"))
     if recording.exists():
-        kind = pipeline_of(f"{PACKAGED}{recording.name}", json.loads(recording.read_text("utf-8")))
+        kind = pipeline_of(f"{PIPELINE_FOLDER}{recording.name}", json.loads(recording.read_text("utf-8")))
     else:
         known, optional = (
             {role: one for role, one in row.get(key, {}).items() if isinstance(one, str)}
@@ -35,7 +40,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         )
         told = {fact: row[fact] for fact in Pipeline._fields if fact in row and fact != "optional"}
         kind = Pipeline(f"{row['class']} of {row['repository']}", known, optional=optional, **told)
-    return {fact: value for fact, value in kind._asdict().items() if value != Pipeline._field_defaults.get(fact, ...)}
+    return kept_facts(kind)
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
-"""Record ComfyUI's workflows from their rows, the files vaemem/data/workflows/*.json.
+"""Record ComfyUI's workflows from their rows, the files vaemem/data/workflows/*.json; and list the facts of all of them.
 
-COMFYUI=path python benchmarks/record_workflows.py NAME ...
+    COMFYUI=path python benchmarks/record_workflows.py [NAME ...]
+
+The recordings lie next to the rows; vaemem/data/workflows.json lists the facts.
 """
 
 from __future__ import annotations
@@ -8,29 +10,70 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator
+from typing import Any
 
-import torch
 from comfyui_code import version
 from comfyui_workflow import FOLDER, Workflow
+from record_rows import kept_facts
 
+from vaemem.pipelines.components import pipeline_of
 from vaemem.pipelines.programs import Recorded
-from vaemem.prediction.recordings import SUFFIX
-from vaemem.pytorch.pipeline_files import record_row
+from vaemem.prediction.recordings import SUFFIX, WORKFLOW_FOLDER
+
+FACTS = FOLDER.with_suffix(".json")
+MOST_FRAMES = 64  # of latents, for which the estimate of a decode is listed
+
+
+def decode_estimates(workflow: Workflow) -> Iterator[tuple[int, float, float]]:
+    """Yield (a, b, c): from a frames of latents on, a decode's estimate is (b frames + c) numbers for each square."""
+    vae, kind = workflow.decoder, workflow.latent_format
+
+    def numbers(frames: int) -> float:
+        sides = (frames, 8, 8) if vae.latent_dim == 3 else (8, 8)
+        return vae.memory_used_decode((1, kind.latent_channels, *sides), vae.vae_dtype) / 64 / vae.vae_dtype.itemsize
+
+    first = 1
+    while first <= MOST_FRAMES:
+        b = numbers(first + 1) - numbers(first)
+        if not math.isclose(numbers(first + 2) - numbers(first + 1), b, abs_tol=1e-6):
+            b = 0.0  # the next frame begins another line
+        c = numbers(first) - b * first
+        yield first, b, c
+        while first <= MOST_FRAMES and math.isclose(numbers(first), b * first + c):
+            first += 1
+
+
+def record(name: str) -> dict[str, Any]:
+    """Record a workflow. Return the contents of its file."""
+    import torch
+
+    from vaemem.pytorch.pipeline_files import record_row  # it needs the list of facts
+
+    row = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+    workflow = Workflow(row)
+    row |= {"mixed": True, "versions": f"{version()}, torch {torch.__version__}"}
+    row |= {"decodes": [*decode_estimates(workflow)], "usage": workflow.transformer.memory_usage_factor}
+    if row["guides"]:
+        row["unguided"] = {"negative_prompt": ""}
+    return record_row(row, progress=True, pipe=workflow)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+", metavar="NAME", help="of rows")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of rows; without any, only list the facts")
     for name in parser.parse_args().names:
-        row = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
-        row |= {"mixed": True, "versions": f"{version()}, torch {torch.__version__}"}
-        if row["guides"]:
-            row["unguided"] = {"negative_prompt": ""}
-        contents = record_row(row, progress=True, pipe=Workflow(row))
+        contents = record(name)
         (FOLDER / f"{name}{SUFFIX}").write_text(json.dumps(contents, indent=1, default=list) + "\n", "utf-8")
         sizes = {role: Recorded(role, data).weights for role, data in contents["modules"].items()}
         shown = (f"{role} {sum(math.prod(w.shape) for w in of) / 1e9:.3f}e9" for role, of in sizes.items())
         print(f"{name}: {contents['text'].count(chr(10))} lines; parameters and buffers: {', '.join(shown)}")
+    found = {
+        path.stem: kept_facts(pipeline_of(f"{WORKFLOW_FOLDER}{path.name}", json.loads(path.read_text("utf-8"))))
+        for path in sorted(FOLDER.glob(f"*{SUFFIX}"))
+    }
+    lines = (f" {json.dumps(name)}: {json.dumps(facts)}" for name, facts in found.items())
+    FACTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
 
 if __name__ == "__main__":

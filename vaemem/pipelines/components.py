@@ -74,6 +74,9 @@ class Pipeline(NamedTuple):
     loras: whether it has load_lora_weights
     converts: whether it converts its VAE to float32, whatever the VAE's config says
     notes: of its recording
+    usage: of a workflow of ComfyUI, the factor of its denoiser's estimate (memory_usage_factor)
+    decodes: of a workflow, its VAE's estimate of a decode: (a, b, c) for a frames of latents or more, in which a square
+        of them takes (b frames + c) numbers
     """
 
     about: str
@@ -113,6 +116,8 @@ class Pipeline(NamedTuple):
     loras: bool = True
     converts: bool = False
     notes: Sequence[str] = ()
+    usage: float = 0
+    decodes: Sequence[Sequence[Any]] = ()
 
     @property
     def class_name(self) -> str:
@@ -201,6 +206,8 @@ def pipeline_of(path: str, data: Mapping[str, Any]) -> Pipeline:
 
 
 PIPELINES = _Pipelines((name, Pipeline(**facts)) for name, facts in json.loads(shipped("pipelines.json")).items())
+# Of ComfyUI, under the names of the pipelines of diffusers with the same models.
+WORKFLOWS = {name: Pipeline(**facts) for name, facts in json.loads(shipped("workflows.json")).items()}
 
 
 def known_pipeline(argument: str, name: Any, among: Iterable[str] = ()) -> str:

@@ -18,7 +18,8 @@ from vaemem._common import DTYPES, shipped
 from vaemem._errors import ArgumentError, inside
 
 SUFFIX = ".vaemem"
-PACKAGED = "vaemem/data/pipelines:"  # begins the paths of recordings in the package
+PIPELINE_FOLDER, WORKFLOW_FOLDER = "vaemem/data/pipelines:", "vaemem/data/workflows:"
+PACKAGED = PIPELINE_FOLDER, WORKFLOW_FOLDER  # begin the paths of recordings in the package
 FILE_FORMAT = 2
 _MOST_BYTES = 1 << 28
 _MOST_NODES, _MOST_WEIGHTS = 1 << 16, 1 << 17
@@ -43,8 +44,10 @@ _ROW: Mapping[str, Callable[[Any], bool]] = {
     "sound": lambda value: _are_counts(value, 2) and value[1] > 0,
     "frame_range": lambda value: _are_counts(value, 2) and 0 < value[0] <= value[1],
     "workflow": lambda value: isinstance(value, str) and value.isidentifier(),
+    "usage": lambda value: isinstance(value, int | float) and 0 <= value < 1 << 20,
+    "decodes": lambda value: isinstance(value, list) and all(isinstance(one, list) for one in value),
 }  # fmt: skip
-OPTIONAL_FACTS = "clip", "sound", "frame_range", "workflow"  # that a row may lack
+OPTIONAL_FACTS = "clip", "sound", "frame_range", "workflow", "usage", "decodes"  # that a row may lack
 
 
 def is_recording(name: Any) -> bool:
@@ -54,7 +57,7 @@ def is_recording(name: Any) -> bool:
 
 def component_of(path: str, role: str) -> str:
     """Return the name of a recording's component, or of its "text". It has a digest of the file: caches by names know
-    nothing of a file that was recorded again. path: a shipped one's begins with `PACKAGED`"""
+    nothing of a file that was recorded again. path: a shipped one's begins as `PACKAGED`"""
     digest = "" if path.startswith(PACKAGED) else read_recording(path)["digest"]
     return f"{path}:{role}@{digest}"
 
@@ -87,7 +90,8 @@ def read_recording(path: str) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=4)
 def _read_shipped(path: str) -> Mapping[str, Any]:
-    data: Mapping[str, Any] = json.loads(shipped("pipelines", path.removeprefix(PACKAGED)))
+    folder, _, name = path.partition(":")
+    data: Mapping[str, Any] = json.loads(shipped(folder.rpartition("/")[2], name))
     return data
 
 
