@@ -17,7 +17,7 @@ import comfyui_cases as cases
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from comfyui_code import import_comfyui, version
 
-ASKED = cases.ASKED[version().rpartition(" ")[2]]
+ASKED = cases.ASKED.get(version().rpartition(" ")[2])
 
 
 def make_model(name, layers, rest):
@@ -99,7 +99,10 @@ def make_vae(channels, kind="AutoencoderKL"):
 
     with torch.device("meta"):
         if kind == "WanVAE":
-            state = {"decoder.middle.0.residual.0.gamma": torch.empty(384, 1, 1, 1)}
+            state = {"decoder.middle.0.residual.0.gamma": torch.empty(384, 1, 1, 1),
+                     "decoder.head.0.gamma": torch.empty(96, 1, 1, 1),
+                     "decoder.head.2.weight": torch.empty(3, 96, 3, 3, 3),
+                     "encoder.conv1.weight": torch.empty(96, 3, 3, 3, 3)}  # fmt: skip
             return comfy.sd.VAE(sd=state, device=torch.device("cpu"), dtype=torch.bfloat16)
         state = {"decoder.conv_in.weight": torch.empty(512, channels, 3, 3),
                  "encoder.down.2.downsample.conv.weight": torch.empty(512, 512, 3, 3)}  # fmt: skip
