@@ -1,44 +1,25 @@
 """ComfyUI's classic memory management: which models leave the card, and how much of a model is loaded.
 
-Read in ComfyUI 0.3.64 and 0.8.0 (`RELEASES`): comfy/model_management.py, model_patcher.py, sampler_helpers.py,
-model_base.py and sd.py, on an NVIDIA card. tests/comfyui_decisions_*.txt have that code's decisions on 200 random
-cards, and a test compares these rules with them. Patches (LoRA), hooks, and requests for several models at once are not
-here.
+ComfyUI uses it with ``--disable-dynamic-vram`` and ``--novram``. Read in ComfyUI 0.33.0: comfy/model_management.py,
+model_patcher.py, sampler_helpers.py, model_base.py and sd.py, on an NVIDIA card. tests/comfyui_decisions_0.33.0.txt has
+that code's decisions on 200 random cards, and a test compares these rules with them. Patches (LoRA), hooks, and
+requests for several models at once are not here.
 
 Before a node runs a model, it loads the model with an estimate of the memory that its call needs. The manager frees
 that much and the model's weights, plus a tenth of them. Then it loads as many layers as the rest of the card takes, the
-largest first. A layer that has no room is sent for each of its calls. 0.8.0 sends layers on two streams in turn, and
-keeps room for the largest of them and the next two. Later versions may leave all this to another manager (comfy-aimdo),
-which is not here.
+largest first. A layer that has no room is sent for each of its calls, on two streams in turn. The manager keeps room
+for the largest layer and the next two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB
 
-
-class Release(NamedTuple):
-    """A release of ComfyUI, as its manager decides there.
-
-    name, commit: of the source that was read
-    streams: on which it sends layers for their calls, in turn; 0: on PyTorch's own
-    least_weights: bytes of a model that it loads whatever its call needs
-    unloads: whether a model that is loaded already, and now has less room, unloads some of its weights
-    """
-
-    name: str
-    commit: str
-    streams: int
-    least_weights: int
-    unloads: bool
-
-
-CLASSIC = Release("ComfyUI 0.3.64", "a125cd8", 0, 128 * MIB, unloads=False)
-STREAMED = Release("ComfyUI 0.8.0", "618b803", 2, 0, unloads=True)  # from a copy of its repository, pollockjj/ComfyUI
-RELEASES = CLASSIC, STREAMED
+SOURCE = "ComfyUI 0.33.0 (783545f)"  # from a copy of its repository, yzkee/ComfyUI
+STREAMS = 2  # on which it sends layers for their calls, in turn
 # Bytes that it keeps for calls and for other programs (minimum_inference_memory, EXTRA_RESERVED_VRAM).
 INFERENCE, RESERVED = 0.8 * 2**30, 400 * MIB
 RESERVED_ON_WINDOWS, MORE_ON_LARGE, LARGE = 600 * MIB, 100 * MIB, 15 * 1024 * MIB
@@ -82,11 +63,9 @@ class ManagedModel:
         Layers on the card. Their bytes may differ from `loaded`: a layer stays if a later load does not choose it.
     """
 
-    def __init__(
-        self, name: str, layers: Iterable[Layer], rest: int = 0, references: int = 0, release: Release = CLASSIC
-    ):
+    def __init__(self, name: str, layers: Iterable[Layer], rest: int = 0, references: int = 0):
         """references: more Python references to it than to other models; of equals the fewest leave first."""
-        self.name, self.references, self._rest, self._streams = name, references, rest, release.streams
+        self.name, self.references, self._rest = name, references, rest
         self.layers = sorted(layers, key=lambda layer: layer.order, reverse=True)
         self.nbytes = rest + sum(layer.bytes for layer in self.layers)
         self.loaded, self.is_partial, self.is_whole = 0, False, False
@@ -114,10 +93,8 @@ class ManagedModel:
         limit, loaded = self.loaded + more, 0
         is_whole, self.is_partial, self._buffer = limit > self.nbytes, False, 0
         for i, layer in enumerate(self.layers):
-            buffer = self._buffer
-            if self._streams:
-                later = self.layers[i + 1 : i + 1 + self._streams]
-                buffer = max(buffer, layer.bytes + layer.copied + sum(one.bytes for one in later))
+            later = self.layers[i + 1 : i + 1 + STREAMS]
+            buffer = max(self._buffer, layer.bytes + layer.copied + sum(one.bytes for one in later))
             if is_whole or loaded + layer.bytes + buffer < limit:
                 loaded += layer.bytes
                 self.there.add(layer.name)
@@ -139,17 +116,16 @@ class ManagedModel:
         """Unload the smallest layers until `wanted` bytes are free, and room for the layers that are then sent. Return
         the bytes of the layers (partially_unload)."""
         freed, before = 0, self._buffer
-        share = min(before / (self._streams + 1), self.layers[-1].bytes if self.layers else 0)
-        later = [share] * self._streams
+        share = min(before / (STREAMS + 1), self.layers[-1].bytes if self.layers else 0)
+        later = [share] * STREAMS
         for layer in reversed(self.layers):
             if wanted + self._buffer - before < freed:
                 break
             if layer.name in self.there:
                 self.there.remove(layer.name)
                 freed += layer.bytes
-                if self._streams:
-                    self._buffer = max(self._buffer, layer.bytes + layer.copied + sum(later))
-                    later = [*later[1:], layer.bytes]
+                self._buffer = max(self._buffer, layer.bytes + layer.copied + sum(later))
+                later = [*later[1:], layer.bytes]
         self.is_partial = True
         self.loaded -= freed
         return freed
@@ -160,14 +136,13 @@ class Manager:
 
     def __init__(
         self, free: Callable[[], int], reserved: float = RESERVED, state: str = NORMAL, smart: bool = True,
-        freed: Callable[[bool], None] = lambda left: None, release: Release = CLASSIC,
+        freed: Callable[[bool], None] = lambda left: None,
     ):  # fmt: skip
         """free: returns the card's free bytes, PyTorch's cache included. smart: False as with
         ``--disable-smart-memory``, which removes models whole. freed: is called after `free`, with whether a model
         left."""
         self.models: list[ManagedModel] = []
         self._free, self._reserved, self._state, self._smart, self._freed = free, reserved, state, smart, freed
-        self._comfyui = release
 
     @property
     def least_free(self) -> float:
@@ -201,8 +176,7 @@ class Manager:
         if whole:
             return 1e32
         free = self._free() + model.loaded
-        room = max(self._comfyui.least_weights, free - least) - model.loaded
-        return room or 0.1 if self._comfyui.unloads else max(0.1, room)
+        return max(0, free - least) - model.loaded or 0.1
 
     def free(self, wanted: float) -> list[ManagedModel]:
         """Unload models until `wanted` bytes are free: first those with most bytes in the host, then those with fewest
@@ -224,40 +198,14 @@ class Manager:
 
 # ---- its estimates ----
 
-# memory_usage_factor by the class in comfy/supported_models.py.
-USAGE = {"SD15": 1.0, "SDXL": 0.8, "Flux": 3.1, "QwenImage": 1.8, "Flux2": 3.1 * 4.0 * 2.36, "ZImage": 2.0}
-# Numbers for each pixel, or for each number of a latent's channel, by the VAE's class.
-VAE_USAGE: dict[str, dict[str, float]] = {
-    "AutoencoderKL": {"decode": 2178 * 64, "encode": 1767},
-    "WanVAE": {"decode": 7000 * 64, "encode": 6000},
-    "Flux2": {"decode": 2178 * 64 * 4.0, "encode": 1767.0},  # AutoencoderKL; a latent is 2 x 2 of its own
-}
 
-
-def estimate_denoiser(usage: float, shape: Sequence[int], dtype: str) -> float:
-    """Estimate a denoiser's bytes (BaseModel.memory_required). shape: (images, channels, height, width) of the
-    latents; twice the images with guidance. dtype: in which it computes.
+def estimate_denoiser(usage: float, area: int, dtype: str) -> float:
+    """Estimate a denoiser's bytes (BaseModel.memory_required). usage: its class's memory_usage_factor. area: images
+    times the sides of the latents, and their frames. dtype: in which it computes.
 
     Examples
     --------
-    >>> estimate_denoiser(USAGE["SDXL"], (2, 4, 128, 128), "float16") / 2**20
+    >>> estimate_denoiser(0.8, 2 * 128 * 128, "float16") / 2**20
     524.288
     """
-    images, _, *sides = shape
-    area = images
-    for side in sides:
-        area *= side
     return area * ELEMENT_BYTES[dtype] * 0.01 * usage * (1024 * 1024)
-
-
-def estimate_vae(op: str, shape: Sequence[int], dtype: str, kind: str = "AutoencoderKL") -> float:
-    """Estimate the bytes of a VAE's call (VAE.memory_used_decode, memory_used_encode), whatever the number of images.
-    shape: (images, channels, height, width) of the latents to decode or of the pixels to encode.
-
-    Examples
-    --------
-    >>> estimate_vae("decode", (1, 4, 128, 128), "bfloat16") >> 20
-    4356
-    """
-    *_, height, width = shape
-    return VAE_USAGE[kind][op] * height * width * ELEMENT_BYTES[dtype]

@@ -75,6 +75,7 @@ class Pipeline(NamedTuple):
     converts: whether it converts its VAE to float32, whatever the VAE's config says
     notes: of its recording
     usage: of a workflow of ComfyUI, the factor of its denoiser's estimate (memory_usage_factor)
+    blocks: of a workflow, how names of its denoiser's blocks begin, if ComfyUI sends a whole block in advance
     decodes: of a workflow, its VAE's estimate of a decode: (a, b, c) for a frames of latents or more, in which a square
         of them takes (b frames + c) numbers
     """
@@ -117,6 +118,7 @@ class Pipeline(NamedTuple):
     converts: bool = False
     notes: Sequence[str] = ()
     usage: float = 0
+    blocks: str = ""
     decodes: Sequence[Sequence[Any]] = ()
 
     @property
@@ -217,7 +219,8 @@ def known_pipeline(argument: str, name: Any, among: Iterable[str] = ()) -> str:
             raise ArgumentError(argument, f"one of {', '.join(among)}", repr(name), "a recording is of diffusers")
         read_recording(os.fspath(name))
         return str(os.fspath(name))
-    is_own = isinstance(name, str) and letters(name) in map(letters, PIPELINES)
+    own: list[str] = [*PIPELINES, *(one for one in among if one not in PIPELINES)]
+    is_own = isinstance(name, str) and letters(name) in map(letters, own)
     called = None if is_own else find_called(name)
     vae = called.vae if called else next((vae for vae in shipped_models() if letters(vae) == letters(str(name))), "")
     if called and called.pipeline:
@@ -229,7 +232,7 @@ def known_pipeline(argument: str, name: Any, among: Iterable[str] = ()) -> str:
         raise ArgumentError(argument, "", f"only the VAE of {name!r} is known", advice)
     if called:
         raise ArgumentError(argument, "", f"{called.why}, got {name!r}")
-    return meant(argument, name, PIPELINES if is_own else [*among] or PIPELINES, {})
+    return meant(argument, name, own if is_own else [*among] or PIPELINES, {})
 
 
 def is_vae(component: str) -> bool:

@@ -339,7 +339,7 @@ def describe_size(height: int, width: int, frames: int | None) -> str:
     return f"{height}x{width}" + ("" if frames is None else f", {frames} frames")
 
 
-def _find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
+def find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
     """Return the frames that a pipeline makes: 1 for an image."""
     if pipeline.frames:
         stride, (first, *_), (least, most) = pipeline.frame_factor, pipeline.clip, pipeline.frame_range
@@ -381,7 +381,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
         if not guidance and not known.guides:
             raise ArgumentError("guidance", "None with a recording of one guidance", "False", advice)
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
-    height, width, frames = given.height, given.width, _find_frames(given, known)
+    height, width, frames = given.height, given.width, find_frames(given, known)
     said = describe_size(height, width, given.frames)
     height, width = _made(pipeline, height, width)
     with inside("image"):

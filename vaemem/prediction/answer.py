@@ -59,6 +59,7 @@ class Answer(Shown):
     least_band: tuple[int, int] = alias("judged.least_band")
     notes: tuple[str, ...] = ()
     model_note: str = ""  # names the model that the VAE or the modules belong to, if it is another one
+    _outside = "vaemem"  # names memory of the card that is not PyTorch's
 
     def __reduce__(self) -> Any:
         return type(self), (self.request,)
@@ -92,7 +93,7 @@ class Answer(Shown):
         size, available = card.gpu.reported_memory, self.available
         parts = {
             "weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace,
-            "cached": phase.cached, **({"vaemem": phase.outside} if phase.outside else {}),
+            "cached": phase.cached, **({self._outside: phase.outside} if phase.outside else {}),
             "CUDA context": size - available - card.taken if available else min(card.gpu.context, size),
             "others": card.used + card.held, "Windows": card.kept[0],
         }  # fmt: skip
@@ -181,7 +182,7 @@ class Answer(Shown):
         phase, room = self.result.fullest, "" if self.judged.took == self.judged.most else " if there were room"
         parts = {
             "weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace,
-            "PyTorch's cache": phase.cached, "vaemem": phase.outside,
+            "PyTorch's cache": phase.cached, self._outside: phase.outside,
         }  # fmt: skip
         held = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
         return "peak", f"{size(phase.total)}{room}: {held}"

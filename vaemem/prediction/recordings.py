@@ -45,9 +45,10 @@ _ROW: Mapping[str, Callable[[Any], bool]] = {
     "frame_range": lambda value: _are_counts(value, 2) and 0 < value[0] <= value[1],
     "workflow": lambda value: isinstance(value, str) and value.isidentifier(),
     "usage": lambda value: isinstance(value, int | float) and 0 <= value < 1 << 20,
+    "blocks": lambda value: isinstance(value, str) and len(value) < 256,
     "decodes": lambda value: isinstance(value, list) and all(isinstance(one, list) for one in value),
 }  # fmt: skip
-OPTIONAL_FACTS = "clip", "sound", "frame_range", "workflow", "usage", "decodes"  # that a row may lack
+OPTIONAL_FACTS = "clip", "sound", "frame_range", "workflow", "usage", "blocks", "decodes"  # that a row may lack
 
 
 def is_recording(name: Any) -> bool:

@@ -61,9 +61,10 @@ class Verdict:
         Whether a version of PyTorch or cuDNN was named.
     coarse : bool
         Whether only the card's kind is known.
-    covers, besides, between, no_room : str
+    covers, besides, between, no_room, verb : str
         Words: the part of the request that the answer covers; other models that the program keeps on the card; the
-        ends of a coarse answer's range; how a run succeeds that takes more on a card with room.
+        ends of a coarse answer's range; how a run succeeds that takes more on a card with room; "needs" if the run
+        uses more of the card than it has to.
     word, why : str
         The verdict, and why it is tight. csrc/predict/judge.c decides both.
     least, least_band, band, upper : int, tuple of int
@@ -89,6 +90,7 @@ class Verdict:
     besides: str = ""
     between: str = ""
     no_room: str = ""
+    verb: str = "takes"
 
     @functools.cached_property
     def _judged(self) -> tuple[str, str]:
@@ -162,7 +164,9 @@ class Verdict:
     def takes(self, size: Sizer) -> str:
         """Return the run's memory on this card as a share of the available memory, in words."""
         least, most = self.here
-        return f"takes {f'{size(least)} to ' if least != most else ''}{share(most, self.available, size, 'of the')}"
+        return (
+            f"{self.verb} {f'{size(least)} to ' if least != most else ''}{share(most, self.available, size, 'of the')}"
+        )
 
     def needs(self, size: Sizer) -> str:
         """Return the least memory with which the run succeeds, in words."""
@@ -207,7 +211,7 @@ class Verdict:
             return f"{self.word}{told}: {needs}; it runs out {there}"
         runs = self.takes(size)
         if self.windows and self.why == NO_ROOM:
-            runs = f"could run with {runs.removeprefix('takes ')}"
+            runs = f"could run with {runs.partition(' ')[2]}"
         took = f"it {runs} that the card gives{self.besides}"
         if because := self.explain(size):
             return f"{self.word}{told}: {took}; {because}"

@@ -26,8 +26,8 @@ from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
 from vaemem.engine.configs import Arch
 from vaemem.engine.vae import VAE
-from vaemem.pipelines.comfyui_run import WORKFLOWS
-from vaemem.pipelines.components import PIPELINES, weights_of
+from vaemem.pipelines.comfyui_run import VAE_DTYPE
+from vaemem.pipelines.components import WORKFLOWS, is_vae, weights_of
 from vaemem.pipelines.predict_pipeline import predict_pipeline
 from vaemem.pipelines.programs import load_program
 from vaemem.prediction.gpus import context_of
@@ -310,16 +310,16 @@ def _workflow_of(vae: Any, arch: Arch, model: Any) -> dict[str, Any]:
     held = model.model.diffusion_model.state_dict()
     shapes = {f"diffusion_model.{name}": tuple(one.shape) for name, one in held.items()}
     decoder = tuple(_core.Trace.parameters(dict(arch), "diffusers"))
-    for name, work in WORKFLOWS.items():
-        recorded = load_program(work.denoiser)
+    for name, kind in WORKFLOWS.items():
+        recorded, known_vae = load_program(kind.parts[kind.denoiser]), kind.parts["vae"]
         known = {one.name: one.shape for one in recorded.weights if one.name.startswith("diffusion_model.")}
-        if shapes != known or decoder != weights_of(PIPELINES[name].parts["vae"]):
+        if shapes != known or not is_vae(known_vae) or decoder != weights_of(known_vae):
             continue
-        if not describe_card(vae.device):  # on the CPU ComfyUI has other types than on a card
+        types = _name_type(model.model.get_dtype()), _name_type(vae.vae_dtype)
+        is_cast = model.model.manual_cast_dtype is not None
+        # On the CPU ComfyUI has other types than on a card.
+        if not describe_card(vae.device) or (types == (recorded.dtypes[0], VAE_DTYPE) and not is_cast):
             return {"pipeline": name}
-        dtype = _name_type(model.model.get_dtype())
-        if model.model.manual_cast_dtype is None and dtype in recorded.dtypes:
-            return {"pipeline": name, "dtype": dtype, "components": {"vae": _name_type(vae.vae_dtype)}}
     return {}
 
 
