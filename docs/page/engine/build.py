@@ -164,10 +164,10 @@ def main(out: Path) -> None:
     for path in [*shown, *ENGINE.glob("*.js"), brython_data() / "brython.js"]:
         shutil.copy(path, out)
     package = ROOT / "vaemem"
-    texts = [*package.glob("data/pipelines/*.txt"), *package.glob("data/pipelines/*.vaemem")]
+    texts = [*package.glob("data/pipelines/*.txt"), *package.glob("data/*/*.vaemem")]
     files = sorted([*package.glob("data/**/*.json"), *texts])
     data = {path.relative_to(package).as_posix(): path.read_text("utf-8") for path in files}
-    first = {name: data[name] for name in data if not re.search("/modules/|/pipelines/|/components|/sm7", name)}
+    first = {name: data[name] for name in data if not re.search("/(modules|pipelines|workflows)/|/components|/sm7", name)}
     write_json(out / "data.json", pack(first))
     for name in data.keys() - first:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
