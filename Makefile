@@ -26,7 +26,7 @@ help: ## this list
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
 .PHONY: help demo test golden docs site bench check thorough lint asan clang pythons packages fuzz older quantised ray apps invokeai windows format wheels clean \
-        build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session reproduce
+        build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session reproduce drift
 
 demo: $(VENV)/demo.stamp ## the demo's page: out/index.html
 	$(BIN)/python -m vaemem demo --out out
@@ -65,6 +65,9 @@ bench: $(VENV)/bench.stamp ## speed and memory compared with PyTorch and OpenVIN
 
 reproduce: $(VENV)/test.stamp ## judges what others published; ONLY="guide note" for a part (benchmarks/published)
 	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks $(BIN)/python -m published $(ONLY)
+
+drift: $(VENV)/test.stamp ## records pipelines again with what is installed, and reports what differs (hours; ONLY="krea2 sana")
+	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks COMFYUI=$(COMFYUI) $(BIN)/python benchmarks/drift.py $(ONLY)
 
 # What a borrowed GPU is asked for, most valuable first, in calls of a few minutes (benchmarks/gpu_session.py). gpu-pack builds
 # beforehand what takes long there, for that machine's Python (PACK_PYTHON) and GPU (PACK_ARCHS); gpu-session rehearses the

@@ -1,4 +1,4 @@
-"""Record ComfyUI's workflows from their rows, the files vaemem/data/workflows/*.json; and list the facts of all of them.
+"""Record ComfyUI's workflows from their rows, the files vaemem/data/workflows/*.json; and list the facts of all.
 
     COMFYUI=path python benchmarks/record_workflows.py [NAME ...]
 
@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from comfyui_code import version
 from comfyui_workflow import FOLDER, Workflow
 from record_rows import kept_facts
@@ -44,18 +45,20 @@ def decode_estimates(workflow: Workflow) -> Iterator[tuple[int, float, float]]:
             first += 1
 
 
-def record(name: str) -> dict[str, Any]:
-    """Record a workflow. Return the contents of its file."""
-    import torch
-
-    from vaemem.pytorch.pipeline_files import record_row  # it needs the list of facts
-
+def open_row(name: str) -> tuple[dict[str, Any], Workflow]:
+    """Return a workflow's row, with what its own classes tell, and the workflow."""
     row = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
     workflow = Workflow(row)
     row |= {"mixed": True, "versions": f"{version()}, torch {torch.__version__}"}
     row |= {"decodes": [*decode_estimates(workflow)], "usage": workflow.transformer.memory_usage_factor}
-    if row["guides"]:
-        row["unguided"] = {"negative_prompt": ""}
+    return row | ({"unguided": {"negative_prompt": ""}} if row["guides"] else {}), workflow
+
+
+def record(name: str) -> dict[str, Any]:
+    """Record a workflow. Return the contents of its file."""
+    from vaemem.pytorch.pipeline_files import record_row  # it needs the list of facts
+
+    row, workflow = open_row(name)
     return record_row(row, progress=True, pipe=workflow)
 
 

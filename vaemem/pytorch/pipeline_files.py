@@ -289,7 +289,7 @@ def _check_module(
     may find tables of the first."""
     gpu, known = find_card(_CARD).gpu, dict[Any, Any]()
     for at, called in calls:
-        sizes: dict[str, Any] = {name: at[name] for name in _OF_MODULES}
+        sizes: dict[str, Any] = {name: at[name] for name in data["variables"]}
         key = called.label, *shapes_of_all(called)
         if key not in known:
             known[key] = settle(_record_module(module, called, ContentsRecorder(Recording(), gpu))[0].steps)
@@ -473,6 +473,44 @@ def record_pipeline(
 def record_row(row: Mapping[str, Any], progress: Progress = None, pipe: Any = None) -> dict[str, Any]:
     """Record a pipeline from its row, a file of data/pipelines. Return the contents of a recording. pipe: an object to
     record in place of a pipeline of diffusers"""
+    contents = _record_file(*_open_row(row, pipe), row, progress)
+    return contents | {"notes": [*contents["notes"], *row.get("notes", ())]}
+
+
+def find_drift(row: Mapping[str, Any], contents: Mapping[str, Any], pipe: Any = None) -> list[str]:
+    """Run a row's pipeline at a few sizes with what is installed. Return in words what its recording says otherwise.
+    pipe: as of `record_row`"""
+    pipe, calls = _open_row(row, pipe)
+    pipe = _on_meta(pipe)
+    pipe.set_progress_bar_config(disable=True)
+    modules, found = modules_of(pipe), list[str]()
+    _turn_off_tiles(modules)
+    all_of = _record_points(
+        pipe, calls, calls.points(_POINTS[:1], _UNGUIDED[:1]), calls.points(_CHECKS, _CHECKS[:1]), None
+    )
+    for at, call in all_of.checked:
+        with _noting(found):
+            check_text(PipelineText(contents["text"]), at, call.events, all_of.variables)
+    for role, data in contents["modules"].items():
+        with _noting(found):
+            if data["weights"] != weights_text(modules[role], getattr(torch, _type_of(modules[role]))):
+                raise ArgumentError(role, "the recorded weights", "others")
+            called = all_of.calls_of(role, all_of.checked)
+            _check_module(role, data, modules[role], next(iter(data["calls"])).split(";")[0], called)
+    return found
+
+
+@contextlib.contextmanager
+def _noting(found: list[str]) -> Iterator[None]:
+    """Add to a list what a check refuses."""
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        found.append(str(error))
+
+
+def _open_row(row: Mapping[str, Any], pipe: Any) -> tuple[Any, _Calls]:
+    """Build a row's pipeline, unless it is given, and tell how it is called."""
     pipe, picture = pipe or build_row(row, "meta"), row["call"].get("image")
     image = {"image": make_picture(picture, 64, 64)} if picture else {}
     factor = row.get("factor") or whole("vae_scale_factor", getattr(pipe, "vae_scale_factor", 8))
@@ -482,8 +520,7 @@ def record_row(row: Mapping[str, Any], progress: Progress = None, pipe: Any = No
         pads=row["tokens"] != CLIP_TOKENS, unit=row.get("unit", 2 * factor) // factor,
         are_videos=bool(row.get("frames")), frames=row.get("frame_factor", 4), most=row.get("most_batch", 0), **alike,
     )  # fmt: skip
-    contents = _record_file(pipe, calls, row, progress)
-    return contents | {"notes": [*contents["notes"], *row.get("notes", ())]}
+    return pipe, calls
 
 
 def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -495,24 +532,8 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
     points, checks = calls.points([*_POINTS, *calls.more_points], _UNGUIDED), calls.points(_CHECKS, _CHECKS[:1])
     changes = _find_changes(pipe, calls)
     points = [at | {"s": _lengthened(at["s"], changes)} for at in points]
-    with polling(progress, "record", total=len(points) + len(checks)) as poll:
-        found = _record(pipe, [calls.ask(pipe, at) for at in (*points, *checks)], poll, calls.pieces)
-    done = [*zip((*points, *checks), found, strict=True)]
-    of_vae = [called for call in found for called in call.calls if called.role == "vae"]
-    if not of_vae:
-        raise ArgumentError("pipe", "a pipeline that calls its component vae", f"one with {', '.join(modules)}")
-    vaes = {"vae": modules["vae"]} if _is_walked(modules["vae"], of_vae) else {}
-    of_roles = grouped((called for call in found for called in call.calls), lambda called: called.role)
-    labels = {role: [*dict.fromkeys(called.label for called in of)] for role, of in of_roles.items()}
-    all_of = _Recorded(
-        done[: len(points)],
-        done[len(points) :],
-        vaes,
-        labels,
-        _find_batched(done),
-        calls.pieces,
-        _MOST_CALLS + len(calls.more_points),
-    )
+    all_of = _record_points(pipe, calls, points, checks, progress)
+    vaes = all_of.vaes
     source = row.get("versions") or versions_of()
     head = f"# {type(pipe).__name__}; {source}"
     text = "\n".join([head, *write_text([(at, call.events) for at, call in all_of.fitted], all_of.variables, changes)])
@@ -558,6 +579,25 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
         "row": facts, "notes": notes, "roles": roles, "text": text, "modules": made,
         "vaes": {role: _config_of(module) for role, module in vaes.items() if role in used},
     }  # fmt: skip
+
+
+def _record_points(
+    pipe: Any, calls: _Calls, points: Sequence[dict[str, int]], checks: Sequence[dict[str, int]], progress: Progress
+) -> _Recorded:
+    """Record a pipeline's calls at points, and at others to check them."""
+    modules = modules_of(pipe)
+    with polling(progress, "record", total=len(points) + len(checks)) as poll:
+        found = _record(pipe, [calls.ask(pipe, at) for at in (*points, *checks)], poll, calls.pieces)
+    done = [*zip((*points, *checks), found, strict=True)]
+    of_vae = [called for call in found for called in call.calls if called.role == "vae"]
+    if not of_vae:
+        raise ArgumentError("pipe", "a pipeline that calls its component vae", f"one with {', '.join(modules)}")
+    vaes = {"vae": modules["vae"]} if _is_walked(modules["vae"], of_vae) else {}
+    of_roles = grouped((called for call in found for called in call.calls), lambda called: called.role)
+    labels = {role: [*dict.fromkeys(called.label for called in of)] for role, of in of_roles.items()}
+    most = _MOST_CALLS + len(calls.more_points)
+    fitted, checked = done[: len(points)], done[len(points) :]
+    return _Recorded(fitted, checked, vaes, labels, _find_batched(done), calls.pieces, most)
 
 
 def _find_changes(pipe: Any, calls: _Calls) -> list[int]:

@@ -422,7 +422,7 @@ def check_text(text: PipelineText, at: Values, events: Sequence[Event], variable
     named, _ = _name_steps(parts, steps_before_change(text.changes, at["s"], len(parts) - 1))
     done = [event for part in named for event in part]
     for line, event in itertools.zip_longest(played, done):
-        says = does = None
+        says, does, sizes = None, None, dict[str, int]()
         if line is not None:
             sizes = {name: size.value(at) for name, size in line.sizes}
             says = line.kind, line.name, line.words, line.size.value(at), sizes
@@ -430,6 +430,7 @@ def check_text(text: PipelineText, at: Values, events: Sequence[Event], variable
             kind, words, size, shapes = event
             name, more = (words[0], words[1:]) if kind in ("take", "free") else ("", words)
             role = words[0] if kind == "call" else name
-            does = kind, role, more, size, dict(variables_of(words[0], words[1], shapes, at)) if kind == "call" else {}
+            asked = variables_of(words[0], words[1], shapes, at) if kind == "call" else {}
+            does = kind, role, more, size, {name: asked[name] for name in asked if line is None or name in sizes}
         if says != does:
             raise ArgumentError("text", f"{does}, as recorded at {dict(at)}", str(says))
