@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MOST_BATCH, __version__, meant, whole
+from vaemem._common import MOST_BATCH, __version__, choose, meant, whole
 from vaemem._errors import ArgumentError
 from vaemem._render import Block, Bullets, Columns, Sizer
 from vaemem.pipelines import programs
@@ -202,14 +202,15 @@ def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> WorkflowReques
         raise ArgumentError("gpu", needed, repr(gpu.name), "ComfyUI chooses other types and sizes there")
     height, width = image_sides(given.height, given.width, known.stride, f" for {name}", known.most_side)
     asked = known.tokens if given.prompt_tokens is None else given.prompt_tokens
-    if given.components:
-        raise ArgumentError("components", "None with runtime='comfyui'", repr(given.components))
+    for role in given.components or {}:
+        choose("components", role, [role for role in known.parts if role != "vae"])
     batch = whole("batch", given.batch, most=MOST_BATCH)
     if 0 < known.most_batch < batch:
         raise ArgumentError(
             "batch", f"at most {known.most_batch} with {name}: larger batches were not recorded", str(given.batch)
         )
-    parts = tuple(_part(role, component) for role, component in known.parts.items())
+    types = given.components or {}
+    parts = tuple(_part(role, component, types.get(role)) for role, component in known.parts.items())
     guidance = (known.guides if given.guidance is None else given.guidance) and known.guides
     software = replace(given.software, allocator="cudaMallocAsync")
     return WorkflowRequest(
@@ -219,11 +220,11 @@ def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> WorkflowReques
     )  # fmt: skip
 
 
-def _part(role: str, component: str) -> Part:
-    """Store a model's weights in the type of its files."""
-    weights: Iterable[Sequence[Any]]
+def _part(role: str, component: str, given: Any) -> Part:
+    """Store a model's weights in the type of its files, or in float8, as "Load Diffusion Model" can cast them."""
     if is_vae(component):
-        weights, dtype = _core.Trace.parameters(architecture(component), "comfyui"), VAE_DTYPE
-    else:
-        weights, dtype = weights_of(component), programs.load_program(component).dtypes[0]
-    return Part(role, component, dtype, tuple(stored(weights, dtype, "all", dtype)))
+        weights: Iterable[Sequence[Any]] = _core.Trace.parameters(architecture(component), "comfyui")
+        return Part(role, component, VAE_DTYPE, tuple(stored(weights, VAE_DTYPE, "all", VAE_DTYPE)))
+    dtype = programs.load_program(component).dtypes[0]
+    type = dtype if given is None else meant(f"components[{role!r}]", given, (dtype, "fp8"))
+    return Part(role, component, dtype, tuple(stored(weights_of(component), type, "all", dtype)))

@@ -8,6 +8,7 @@ memory. Latents between the nodes are in the host's memory.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -181,9 +182,12 @@ class ComfyUIRun(PipelineRun):
         self.bring(role)
         part, process = self.parts[role], self.process
         passing = self._weights.passing(role, sizes)
-        trace = programs.load_program(part.component).trace(part.dtype, process.gpu, passing, (), **sizes)
+        # Text encoders convert each weight for its call anyway: the recording has the copies.
+        working = part.passing_copies() if role != ENCODERS else []
+        recording = programs.load_program(part.component)
+        trace = recording.trace(part.dtype, process.gpu, [*passing, *working], (), **sizes)
         left = process.call(trace)
-        process.count(flops=trace.flops, sent=sum(one.bytes for one in passing if one.name != "copy"))
+        process.count(flops=trace.flops, sent=sum(one.bytes for one in passing))
         return [left[id_] for id_ in sorted(left)]
 
     def _decode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
@@ -404,9 +408,8 @@ def _is_in(name: str, layers: Mapping[str, Any]) -> bool:
 
 
 def _stage(part: Part) -> Any:
-    widths = ((weight, programs.DTYPE_BYTES[weight.type]) for weight in part.weights)
     return stage_weights(
-        [(weight.name, weight.shape, width) for weight, width in widths],
+        [(weight.name, weight.shape, weight.bytes // math.prod(weight.shape)) for weight in part.weights],
         4 if part.role == ENCODERS else 0, plain=plain_layers(weight.name for weight in part.weights),
     )  # fmt: skip
 

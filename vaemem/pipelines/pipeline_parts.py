@@ -132,11 +132,7 @@ class Part:
         key = (gpu.name, gpu.sm, gpu.multiprocessors, cudnn, offload, later, *wanted.items())
         trace = kept.get(key)
         if trace is None:
-            working = [
-                Passing(at, at, name, size, BY_NONE, *rows)
-                for at, made in self.working.items()
-                for name, size, *rows in made
-            ]
+            working = self.passing_copies()
             companions = [pair.companion for pair in self.pairs if not pair.fused]
             order = self._order(offload, gpu, wanted) if later else ()
             sent = self.sent_by(offload, later, order)
@@ -145,6 +141,14 @@ class Part:
                 kept.pop(oldest, None)
             kept[key] = trace
         return trace
+
+    def passing_copies(self) -> list[Passing]:
+        """List the tensors that layers' calls take because weights are stored in another type than they compute in."""
+        return [
+            Passing(at, at, name, size, BY_NONE, *rows)
+            for at, made in self.working.items()
+            for name, size, *rows in made
+        ]
 
     @functools.cached_property
     def nbytes(self) -> int:
