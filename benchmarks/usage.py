@@ -9,6 +9,7 @@ usage.csv has the counts of October 2026: open models by the names of the templa
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +48,8 @@ def read_uses() -> list[Use]:
     whole, uses = sum(count for _, count in rows), []
     for model, count in sorted(rows, key=lambda row: -row[1]):
         name = pipeline_of_model(model)
-        uses.append(Use(model, count / whole, name, name if name in NAMES else ""))
+        own = next((one for one in re.findall(r"[\w.-]+", name) if one in NAMES), "")  # of the sizes to choose from
+        uses.append(Use(model, count / whole, name, own))
     return uses
 
 
