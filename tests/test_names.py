@@ -130,7 +130,7 @@ SHARED = [
     ("HiDream-ai/HiDream-I1-Full", "flux", ""), ("Qwen/Qwen-Image-Edit-2511", "qwen-image", "qwen-image-edit-plus"),
     ("Qwen/Qwen-Image-2512", "qwen-image", "qwen-image"),
     ("Wan-AI/Wan2.1-VACE-14B-diffusers", "wan2.1", ""), ("wan-ai/wan2.1-vace-1.3b", "wan2.1", ""),
-    ("black-forest-labs/FLUX.1-Depth-dev", "flux", ""), ("FLUX.1-Canny-dev", "flux", ""),
+    ("black-forest-labs/FLUX.1-Depth-dev", "flux", "flux-control"), ("FLUX.1-Canny-dev", "flux", "flux-control"),
     ("Wan-AI/Wan2.1-VACE-14B", "wan2.1", ""), ("krea/Krea-2-Turbo", "qwen-image", "krea2-turbo"),
     ("anima", "qwen-image", ""), ("Z-Image-Edit", "zimage", ""),
     ("someone/FLUX.1-dev", "flux", "flux"), ("stabilityai/stable-diffusion-3.5-large-turbo", "sd3", "sd35-large"),
@@ -195,7 +195,9 @@ def test_a_pipeline_of_anothers_modules_says_so():
 
 
 # Pipelines whose VAEs are recorded modules.
-OWN_VAES = ["hunyuan-video-1.5", "ltx2.3", "ltx2.5", "minimax-h3", "sana"]
+OWN_VAES = [
+    "hunyuan-video-1.5", "ltx2.3", "ltx2.5", "minimax-h3", "sana", "sana-1.5-4.8b", "sana-sprint-1.6b",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*SAMPLE_SIZES, *PIPELINES, "black-forest-labs/FLUX.2-klein-4B", "klein"])
@@ -233,7 +235,7 @@ def test_a_pipeline_whose_vae_alone_is_not_known(name, pipeline):
     "name",
     [
         "Efficient-Large-Model/Sana_600M_512px_diffusers",
-        "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
+        "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
     ],
 )
 def test_a_model_of_another_architecture_says_so(name):

@@ -49,6 +49,9 @@ def test_a_recording_is_of_its_row(name):
         ("playground-v2.5", "unet", 2.57), ("sd15-inpaint", "unet", 0.86), ("instruct-pix2pix", "unet", 0.86),
         ("sdxl-inpaint", "unet", 2.57), ("flux3-klein", "transformer", 5.6), ("flux3-klein", "text_encoder", 4.44),
         ("wan2.1-i2v", "transformer", 16.4), ("ltx2.5", "text_encoder", 12.0),
+        ("lcm", "unet", 0.86), ("flux-control", "transformer", 11.9), ("cogview4", "transformer", 6.4),
+        ("sana-1.5-4.8b", "transformer", 4.72), ("sana-sprint-1.6b", "transformer", 1.6),
+        ("ernie-image", "transformer", 8.0), ("ernie-image", "text_encoder", 3.85),
     ],
 )  # fmt: skip
 def test_numbers_of_parameters_are_the_published_ones(name, role, billions):
@@ -242,6 +245,8 @@ def test_a_layer_is_recorded_once_for_all_equal_ones(keeps):
 DIFFERENCES = {
     "kolors": (1 << 16, 0), "qwen-image-2.1": (50 << 20, 86 << 20), "qwen-image-edit-plus": (8 << 20, 2 << 20),
     "wan2.2-i2v-a14b": (0, 2 << 20), "playground-v2.5": (2048, 0), "flux3-klein": (512, 0),
+    "ernie-image": (512, 0),
+    "sana-1.5-4.8b": (487424, 0),
 }  # fmt: skip
 SLOW = "ltx2.3", "ltx2.5", "qwen-image-edit-plus"  # a step of their code takes a minute
 # Packages that some code needs beyond the usual ones.
