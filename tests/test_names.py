@@ -132,7 +132,7 @@ SHARED = [
     ("Wan-AI/Wan2.1-VACE-14B-diffusers", "wan2.1", ""), ("wan-ai/wan2.1-vace-1.3b", "wan2.1", ""),
     ("black-forest-labs/FLUX.1-Depth-dev", "flux", "flux-control"), ("FLUX.1-Canny-dev", "flux", "flux-control"),
     ("Wan-AI/Wan2.1-VACE-14B", "wan2.1", ""), ("krea/Krea-2-Turbo", "qwen-image", "krea2-turbo"),
-    ("anima", "qwen-image", ""), ("Z-Image-Edit", "zimage", ""),
+    ("anima", "qwen-image", "anima"), ("Z-Image-Edit", "zimage", ""),
     ("someone/FLUX.1-dev", "flux", "flux"), ("stabilityai/stable-diffusion-3.5-large-turbo", "sd3", "sd35-large"),
 ]  # fmt: skip
 
@@ -152,7 +152,7 @@ def test_models_that_have_anothers_vae(written, vae, pipeline):
 
 @pytest.mark.parametrize(
     "name, vae",
-    [("black-forest-labs/FLUX.2-small-decoder", "flux2-small"), ("EQ-SDXL-VAE", "sdxl"), ("anima", "qwen-image")],
+    [("black-forest-labs/FLUX.2-small-decoder", "flux2-small"), ("EQ-SDXL-VAE", "sdxl"), ("hidream", "flux")],
 )
 def test_a_refusal_names_a_command_that_works(name, vae, capsys):
     with refused("pipeline") as caught:

@@ -52,6 +52,7 @@ def test_a_recording_is_of_its_row(name):
         ("lcm", "unet", 0.86), ("flux-control", "transformer", 11.9), ("cogview4", "transformer", 6.4),
         ("sana-1.5-4.8b", "transformer", 4.72), ("sana-sprint-1.6b", "transformer", 1.6),
         ("ernie-image", "transformer", 8.0), ("ernie-image", "text_encoder", 3.85),
+        ("flux3-klein-base", "transformer", 5.6), ("anima", "transformer", 2.0),
     ],
 )  # fmt: skip
 def test_numbers_of_parameters_are_the_published_ones(name, role, billions):
@@ -245,12 +246,13 @@ def test_a_layer_is_recorded_once_for_all_equal_ones(keeps):
 DIFFERENCES = {
     "kolors": (1 << 16, 0), "qwen-image-2.1": (50 << 20, 86 << 20), "qwen-image-edit-plus": (8 << 20, 2 << 20),
     "wan2.2-i2v-a14b": (0, 2 << 20), "playground-v2.5": (2048, 0), "flux3-klein": (512, 0),
+    "flux3-klein-base": (512, 0),
     "ernie-image": (512, 0),
     "sana-1.5-4.8b": (487424, 0),
 }  # fmt: skip
 SLOW = "ltx2.3", "ltx2.5", "qwen-image-edit-plus"  # a step of their code takes a minute
 # Packages that some code needs beyond the usual ones.
-NEEDED = {"wan2.1-i2v": "ftfy"}
+NEEDED = {"wan2.1-i2v": "ftfy", "anima": "torchvision"}
 
 
 @pytest.mark.thorough
@@ -273,9 +275,9 @@ def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
     frames = {"frames": kind.frame_range[0] + 2 * kind.frame_factor} if kind.frames else {}
     call |= {"num_frames": frames.get("frames"), "prompt": words}
     call = {key: value for key, value in call.items() if key in known}
-    call |= make_pictures(row["call"], sizes["width"], sizes["height"])
     if kind.unguided or not kind.guides:
         call.pop("negative_prompt", None)
+    call |= make_pictures(row["call"], sizes["width"], sizes["height"])
     allocated, reserved = DIFFERENCES.get(name, (0, 0))
     for offload in ways:
         own = predict_any(pipe, gpu="H200", prepare=torch_pipelines.WAYS[offload], **call)

@@ -140,14 +140,14 @@ def build_row(row: Mapping[str, Any], device: str = "cpu") -> Any:
 
 def make_picture(told: Any, width: int, height: int) -> Any:
     """Make what a row's call names as its picture. told: True for one of the output's size; or the sides of one that
-    the pipeline scales itself, which comes in a list"""
+    the pipeline scales itself, which comes in a list; and how often, if that is not once"""
     from PIL import Image  # an extra
 
-    return Image.new("RGB", (width, height)) if told is True else [Image.new("RGB", (told[0], told[1]))]
+    return Image.new("RGB", (width, height)) if told is True else [Image.new("RGB", (*told[:2],))] * (*told, 1)[2]
 
 
 def make_pictures(call: Mapping[str, Any], width: int, height: int) -> dict[str, Any]:
-    """Return the arguments of a row's call, with pictures for its images (image, mask_image) and videos (face_video)."""
+    """Return the arguments of a row's call, with pictures for images (mask_image) and videos (face_video)."""
     shown = [name for name, told in call.items() if told and name.endswith(("image", "video"))]
     return {**call, **{name: make_picture(call[name], width, height) for name in shown}}
 
