@@ -50,9 +50,8 @@ def test_a_recording_is_of_its_row(name):
         ("sdxl-inpaint", "unet", 2.57), ("flux3-klein", "transformer", 5.6), ("flux3-klein", "text_encoder", 4.44),
         ("wan2.1-i2v", "transformer", 16.4), ("ltx2.5", "text_encoder", 12.0),
         ("lcm", "unet", 0.86), ("flux-control", "transformer", 11.9), ("cogview4", "transformer", 6.4),
-        ("sana-1.5-4.8b", "transformer", 4.72), ("sana-sprint-1.6b", "transformer", 1.6),
-        ("ernie-image", "transformer", 8.0), ("ernie-image", "text_encoder", 3.85),
-        ("flux3-klein-base", "transformer", 5.6), ("anima", "transformer", 2.0),
+        ("sana-sprint-1.6b", "transformer", 1.6),
+        ("ernie-image", "transformer", 8.0),
     ],
 )  # fmt: skip
 def test_numbers_of_parameters_are_the_published_ones(name, role, billions):
