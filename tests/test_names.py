@@ -196,7 +196,8 @@ def test_a_pipeline_of_anothers_modules_says_so():
 
 # Pipelines whose VAEs are recorded modules.
 OWN_VAES = [
-    "hunyuan-video-1.5", "ltx2.3", "ltx2.5", "minimax-h3", "sana", "sana-1.5-4.8b", "sana-sprint-1.6b",
+    "hunyuan-video-1.5", "ltx2.3", "ltx2.5", "minimax-h3", "sana", "sana-1.5-4.8b", "sana-600m", "sana-sprint-0.6b",
+    "sana-sprint-1.6b",
 ]  # fmt: skip
 
 
@@ -235,7 +236,7 @@ def test_a_pipeline_whose_vae_alone_is_not_known(name, pipeline):
     "name",
     [
         "Efficient-Large-Model/Sana_600M_512px_diffusers",
-        "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
+        "Efficient-Large-Model/SANA1.5_4.8B_512px_diffusers",
     ],
 )
 def test_a_model_of_another_architecture_says_so(name):
