@@ -570,8 +570,8 @@ def test_the_command(small, tmp_path, monkeypatch, capsys):
         (["flux", "520", "--random"], "height: expected a multiple of 16 up to 1048576 for flux, got 520"),
         (["absent", "516"], "height: expected a multiple of 8 up to 1048576, got 516"),
         (
-            ["cogview4", "512", "--random"],
-            "source: only the VAE of 'cogview4' is known; vaemem fits cogview4 decode 1024x1024 predicts it",
+            ["hidream", "512", "--random"],
+            "source: only the VAE of 'hidream' is known; vaemem fits hidream decode 1024x1024 predicts it",
         ),
     ],
 )

@@ -269,7 +269,7 @@ def test_sdcpps_pipelines_are_rows():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"models": "cogview4"}, ValueError, ("models", "only the VAE of 'cogview4' is known")),
+        ({"models": "hidream"}, ValueError, ("models", "only the VAE of 'hidream' is known")),
         ({"tile": 512}, ValueError, ("tile", "pipeline")),
         ({"ops": "decode", "offload": "model"}, ValueError, ("offload", "decode")),
         ({"batch": [1, 0]}, ValueError, ("batch", 0)),

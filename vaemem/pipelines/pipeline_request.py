@@ -378,7 +378,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
         advice = "record the pipeline with the arguments of your call"
         if given.prompt_tokens is not None:
             raise ArgumentError("prompt_tokens", f"None with {pipeline}", str(given.prompt_tokens), advice)
-        if not guidance and not known.guides:
+        if given.guidance is False and not known.guides:
             raise ArgumentError("guidance", "None with a recording of one guidance", "False", advice)
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
     height, width, frames = given.height, given.width, find_frames(given, known)

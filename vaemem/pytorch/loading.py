@@ -110,7 +110,7 @@ def build_row(row: Mapping[str, Any], device: str = "cpu") -> Any:
     """Build a pipeline from its row, a file of data/pipelines, with weights that nobody set.
 
     "components" has for each role what `make_component` takes. A tokenizer has the name "tokenizer", and settings of
-    `_tokenizer`. A modular pipeline's "workflow" chooses its blocks.
+    `_tokenizer`. A modular pipeline's "workflow" chooses its blocks, without the steps that "omits" names.
     """
     diffusers = need("diffusers", f"a pipeline {row['class']}")
     build = getattr(diffusers, row["class"], None)
@@ -129,16 +129,27 @@ def build_row(row: Mapping[str, Any], device: str = "cpu") -> Any:
     if "workflow" not in row:
         return build(**parts)
     pipe = build(workflow=row["workflow"])
+    if "omits" in row:
+        blocks = pipe.blocks
+        for step in row["omits"]:
+            blocks.sub_blocks.pop(step)
+        pipe = build(blocks=blocks)
     pipe.update_components(**parts)
     return pipe
 
 
 def make_picture(told: Any, width: int, height: int) -> Any:
     """Make what a row's call names as its picture. told: True for one of the output's size; or the sides of one that
-    the pipeline scales itself, which comes in a list"""
+    the pipeline scales itself, which comes in a list; and how often, if that is not once"""
     from PIL import Image  # an extra
 
-    return Image.new("RGB", (width, height)) if told is True else [Image.new("RGB", (told[0], told[1]))]
+    return Image.new("RGB", (width, height)) if told is True else [Image.new("RGB", (*told[:2],))] * (*told, 1)[2]
+
+
+def make_pictures(call: Mapping[str, Any], width: int, height: int) -> dict[str, Any]:
+    """Return the arguments of a row's call, with pictures for images (mask_image) and videos (face_video)."""
+    shown = [name for name, told in call.items() if told and name.endswith(("image", "video"))]
+    return {**call, **{name: make_picture(call[name], width, height) for name in shown}}
 
 
 def _convert_as_loaded(module: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -264,10 +275,10 @@ def load_pipeline(
     Examples
     --------
     >>> from vaemem.pytorch import load_pipeline
-    >>> load_pipeline("cogview4", random=True)
+    >>> load_pipeline("hidream", random=True)
     Traceback (most recent call last):
         ...
-    vaemem._errors.ArgumentError: source: only the VAE of 'cogview4' is known; ...
+    vaemem._errors.ArgumentError: source: only the VAE of 'hidream' is known; ...
     """
     place = find_device(device)
     choose("offload", offload, OFFLOADS)

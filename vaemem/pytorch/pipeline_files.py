@@ -35,7 +35,7 @@ from vaemem.pytorch.contents import ContentsRecorder, PythonCalls
 from vaemem.pytorch.converting import arguments_of, modules_of, tensors_of
 from vaemem.pytorch.equal_layers import calling_layers
 from vaemem.pytorch.fitting import PolynomialFit, evaluate, products
-from vaemem.pytorch.loading import WORD, build_row, make_picture
+from vaemem.pytorch.loading import WORD, build_row, make_pictures
 from vaemem.pytorch.module_writer import (
     ScriptRecorder,
     Writer,
@@ -511,12 +511,11 @@ def _noting(found: list[str]) -> Iterator[None]:
 
 def _open_row(row: Mapping[str, Any], pipe: Any) -> tuple[Any, _Calls]:
     """Build a row's pipeline, unless it is given, and tell how it is called."""
-    pipe, picture = pipe or build_row(row, "meta"), row["call"].get("image")
-    image = {"image": make_picture(picture, 64, 64)} if picture else {}
+    pipe = pipe or build_row(row, "meta")
     factor = row.get("factor") or whole("vae_scale_factor", getattr(pipe, "vae_scale_factor", 8))
     alike = {name: row[name] for name in _COLUMNS if name in row}
     calls = _Calls(
-        {**row["call"], **image}, factor, words=0 if row.get("words", True) else row["tokens"],
+        make_pictures(row["call"], 64, 64), factor, words=0 if row.get("words", True) else row["tokens"],
         pads=row["tokens"] != CLIP_TOKENS, unit=row.get("unit", 2 * factor) // factor,
         are_videos=bool(row.get("frames")), frames=row.get("frame_factor", 4), most=row.get("most_batch", 0), **alike,
     )  # fmt: skip
