@@ -324,7 +324,7 @@ class TextRecorder(PipelineRecorder):
             self.recording.unmodelled.update(unmodelled)
             self.guesses = guesses
         del args, kwargs
-        result, numbers = self._restore(*self._outputs[key])
+        result, numbers = self._put_back(*self._outputs[key])
         self.writer.leave(numbers)
         return result
 
@@ -400,7 +400,7 @@ class TextRecorder(PipelineRecorder):
         with setting(self, _silent=True):
             return _copy_with(output, copied), order, places
 
-    def _restore(self, output: Any, order_of: Mapping[int, int], places: Mapping[int, str]) -> tuple[Any, list[int]]:
+    def _put_back(self, output: Any, order_of: Mapping[int, int], places: Mapping[int, str]) -> tuple[Any, list[int]]:
         """Copy an output on "meta" to where it was. Return also the numbers of its storages on the card, the first made
         first."""
         storages, made, numbers = dict[int, Any](), dict[int, torch.Tensor](), list[int]()
