@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,12 @@ FOLDER = Path(__file__).parent.parent / "vaemem" / "data" / "workflows"
 ENOUGH = 1 << 60  # bytes of free memory
 
 
+def read_row(name: str) -> dict[str, Any]:
+    """Return a row of data/workflows. "like" names another row, whose columns it has besides its own."""
+    row: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+    return {**(read_row(row.pop("like")) if "like" in row else {}), **row}
+
+
 class Steps:
     """Takes the place of a scheduler: a step ends with a call of `step`."""
 
@@ -37,8 +44,9 @@ class Workflow:
 
     row: a file of data/workflows. "model" is a class of comfy/supported_models.py, with its "config"; "encoder" is the
         text encoder's class, with "settings" and the type of its weights; "tokens_of" names the lists of tokens that it
-        gets, with their lengths, or 0 for the prompt's; "conditions" are added to the prompts; "vae" has keys and
-        shapes by which ComfyUI recognises the VAE, and "vae_name" its name here, if the C walk knows it
+        gets, with their lengths, or 0 for the prompt's; "template" counts the tokens before each prompt that the
+        encoder removes; "conditions" are added to the prompts; "vae" has keys and shapes by which ComfyUI recognises
+        the VAE, and "vae_name" its name here, if the C walk knows it
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vae"
@@ -53,7 +61,7 @@ class Workflow:
                 self.transformer = model.get_model({}, device="meta")
                 kind = resolve_name(row["encoder"])
                 dtype = getattr(torch, row["encoder_dtype"])
-                self.text_encoder = kind(device="meta", dtype=dtype, **row.get("settings", {}))
+                self.text_encoder = kind(device="meta", dtype=dtype, **_settings(row.get("settings", {})))
             state = {name: torch.empty(shape) for name, shape in row["vae"].items()}
             self._vae = comfy.sd.VAE(sd=state, device=torch.device("cpu"), dtype=getattr(torch, row["vae_dtype"]))
         self.vae = self._vae.first_stage_model.to(getattr(torch, row["vae_dtype"]))
@@ -82,7 +90,8 @@ class Workflow:
         clip.cond_stage_model, clip.patcher = self.text_encoder, _patcher(self.text_encoder)
         clip.layer_idx, clip.use_clip_schedule, clip.apply_hooks_to_conds = None, False, None
         lengths = {name: length or max_sequence_length for name, length in self.row["tokens_of"].items()}
-        tokens = {name: [[(1000, 1.0)] * length] for name, length in lengths.items()}
+        before = _template(self.row.get("template", 0))
+        tokens = {name: [[(one, 1.0) for one in (*before, *[1000] * length)]] for name, length in lengths.items()}
         prompts = [
             clip.encode_from_tokens_scheduled(tokens, add_dict=dict(self.row.get("conditions", {})))
             for _ in range(2 if negative_prompt else 1)
@@ -112,6 +121,23 @@ class Workflow:
         if kind.latent_dimensions == 3:
             sizes = (frames - 1) // kind.temporal_downscale_ratio + 1, *sizes
         return torch.zeros(images, kind.latent_channels, *sizes)
+
+
+def _template(count: int) -> list[int]:
+    """Return Qwen's tokens before a prompt: <|im_start|>, those of the system's message, <|im_start|>user and a new
+    line."""
+    return [151644, *[1000] * (count - 4), 151644, 872, 198] if count else []
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an encoder's settings, with types and classes in place of their names."""
+
+    def read(name: str, value: Any) -> Any:
+        if name.startswith("dtype"):
+            return getattr(torch, value)
+        return resolve_name(value) if isinstance(value, str) and ":" in value else value
+
+    return {name: read(name, value) for name, value in given.items()}
 
 
 def _patcher(model: Any) -> Any:

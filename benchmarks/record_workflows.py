@@ -11,7 +11,7 @@ import math
 
 import torch
 from comfyui_code import version
-from comfyui_workflow import FOLDER, Workflow
+from comfyui_workflow import FOLDER, Workflow, read_row
 
 from vaemem.pipelines.programs import Recorded
 from vaemem.prediction.recordings import SUFFIX
@@ -22,8 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="+", metavar="NAME", help="of rows")
     for name in parser.parse_args().names:
-        row = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
-        row |= {"mixed": True, "versions": f"{version()}, torch {torch.__version__}"}
+        row = read_row(name) | {"mixed": True, "versions": f"{version()}, torch {torch.__version__}"}
         if row["guides"]:
             row["unguided"] = {"negative_prompt": ""}
         contents = record_row(row, progress=True, pipe=Workflow(row))
