@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from comfyui_code import version
-from comfyui_workflow import FOLDER, Workflow
+from comfyui_workflow import FOLDER, Workflow, read_row
 from record_rows import kept_facts
 
 from vaemem.pipelines.components import pipeline_of
@@ -50,7 +50,7 @@ def record(name: str) -> dict[str, Any]:
 
     from vaemem.pytorch.pipeline_files import record_row  # it needs the list of facts
 
-    row = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+    row = read_row(name)
     workflow = Workflow(row)
     row |= {"mixed": True, "versions": f"{version()}, torch {torch.__version__}"}
     row |= {"decodes": [*decode_estimates(workflow)], "usage": workflow.transformer.memory_usage_factor}
