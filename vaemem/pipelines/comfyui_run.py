@@ -48,7 +48,8 @@ DYNAMIC, CLASSIC, NO, WHOLE = "none", "--disable-dynamic-vram", "--novram", "--d
 COMFYUI_OPTIONS = (DYNAMIC, CLASSIC, NO, WHOLE)  # none: without an option
 # ComfyUI reads WHOLE with either manager; here it goes with the classic one, which it changes.
 VAE_DTYPE = "bfloat16"  # of a VAE's weights, on the cards here
-FALLBACK_TILE = 512  # pixels of a tile's side by default, and after AutoencoderKL's decode ran out of memory
+USUAL_TILE = 512  # pixels of a tile's side by default
+_FALLBACK = 64, 256  # after a decode ran out of memory: latents of a tile's side; pixels for a VAE of videos, or more
 _PLAYED_STEPS = 3  # of a denoiser by the dynamic manager; further steps send as much as the last one
 _ENOUGH = 1 << 62
 # The class of these layers is not in comfy/ops.py. Their own code moves their weights.
@@ -74,14 +75,33 @@ class WorkflowRequest(PipelineRequest):
 
     def estimate(self, role: str) -> float:
         """Return ComfyUI's estimate of a call besides weights, with one prompt; 0 for text encoders."""
-        v, part = self.variables, self.part(role)
-        area = v["h"] * v["w"]
+        v = self.variables
         if role == "vae":
-            b, c = next((b, c) for least, b, c in reversed(self.pipeline.decodes) if v["f"] >= least)
-            return float((b * v["f"] + c) * area * programs.DTYPE_BYTES[part.dtype])
+            return self._estimate_decode(self.tile // self.pipeline.factor or max(v["h"], v["w"]))
         if role == ENCODERS:
             return 0
-        return estimate_denoiser(self.pipeline.usage, self.batch * v["f"] * area, part.dtype)
+        area = self.batch * v["f"] * v["h"] * v["w"]
+        return estimate_denoiser(self.pipeline.usage, area, self.part(role).dtype)
+
+    def _estimate_decode(self, side: int) -> float:
+        """Return ComfyUI's estimate of a decode, or of its tiles. side: most latents of a side."""
+        v, width = self.variables, programs.DTYPE_BYTES[self.part("vae").dtype]
+        b, c = next((b, c) for least, b, c in reversed(self.pipeline.decodes) if v["f"] >= least)
+        return float((b * v["f"] + c) * min(v["h"], side) * min(v["w"], side) * width)
+
+    @property
+    def fallback(self) -> int:
+        """Pixels of a tile's side after a whole decode ran out of memory. Tiles of a VAE of videos are as large as the
+        estimate of the whole decode permits, up to 80% of the card."""
+        v, factor = self.variables, self.pipeline.factor
+        latents, pixels = _FALLBACK
+        if architecture(self.part("vae").component).get("family") != "wan":
+            return latents * factor
+        side, most = pixels // factor, max(v["h"], v["w"])
+        budget = min(self._estimate_decode(most), 0.8 * self.card.gpu.total_memory)
+        while 2 * side <= most and self._estimate_decode(2 * side) <= budget:
+            side *= 2
+        return side * factor
 
 
 class _Sent(NamedTuple):
@@ -201,7 +221,7 @@ class ComfyUIRun(PipelineRun):
             except OutOfMemoryError:
                 self.tiled = True
         if self.tiled or q.vae != "whole":
-            self._decode_part(vae, n, f, h, w, q.tile or FALLBACK_TILE)
+            self._decode_part(vae, n, f, h, w, q.tile or q.fallback)
         if passing:
             process.release([passing])
         return ()
@@ -285,13 +305,13 @@ class _Dynamic:
             needed.append(least_free(staged, steps, calls)[1] - staged.forced - held)
         before: Mapping[str, int] = {}
         placed = page_nodes(self.staged, nodes, capacity, free)
-        for (name, _, _), least, paged in zip(self._nodes, needed, placed, strict=False):
+        for (name, _, _), (_, steps, _), least, paged in zip(self._nodes, nodes, needed, placed, strict=False):
             if paged.failure:
                 run.full = run.full or (name, PeakTensor("buffers of weights", sum(paged.buffers)))
-            run.sent[name] = self._add(run.sent.get(name, _Sent()), paged, least, before)
+            run.sent[name] = self._add(run.sent.get(name, _Sent()), paged, steps, least, before)
             before = paged.pages
 
-    def _add(self, earlier: _Sent, paged: Any, least: int, before: Mapping[str, int]) -> _Sent:
+    def _add(self, earlier: _Sent, paged: Any, steps: int, least: int, before: Mapping[str, int]) -> _Sent:
         """Add a node to those of its phase before. before: pages before it"""
         sizes = {role: staged.nbytes for role, staged in self.staged.items()}
         there = {role: (min(n * PAGE_BYTES, sizes[role]), sizes[role]) for role, n in paged.pages.items() if n}
@@ -299,7 +319,7 @@ class _Dynamic:
         outside = sum(paged.pages.values()) * PAGE_BYTES + sum(paged.buffers)
         return _Sent(
             there, [*earlier.left, *left], max(outside, earlier.outside), max(least, earlier.needed),
-            earlier.first + paged.first, max(earlier.more, paged.last),
+            earlier.first + paged.first, max(earlier.more, paged.last * (steps > 1)),
         )  # fmt: skip
 
     def _together(self, layers: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -444,6 +464,6 @@ def describe_decisions(run: ComfyUIRun) -> Iterator[str]:
     yield "PyTorch's flash attention was played; workspaces of cuDNN's, which ComfyUI uses next, are unknown"
     yield from run.request.pipeline.notes
     if run.tiled:
-        yield f"the whole decode runs out of memory, so ComfyUI decodes in tiles of {FALLBACK_TILE} pixels"
+        yield f"the whole decode runs out of memory, so ComfyUI decodes in tiles of {run.request.fallback} pixels"
     if manager == "classic" and run._weights.largest_sent("vae"):
         yield "vae: of its layers that come for their calls, the largest counts during the whole decode"
