@@ -168,7 +168,7 @@ class ComfyUIRun(PipelineRun):
         self.tiled: bool = bool(again and again.tiled)  # whether the decode runs out of memory, and runs again in tiles
         self.full: tuple[str, PeakTensor] | None = None
         self.sent: dict[str, _Sent] = {}  # by phase
-        self._now, self._role = "", ""
+        self._now, self._role, self._returned = "", "", 0
         placing = _Dynamic if request.offload == DYNAMIC else _Classic
         self._weights: _Dynamic | _Classic = placing(self)
         try:
@@ -207,8 +207,11 @@ class ComfyUIRun(PipelineRun):
         return [left[id_] for id_ in sorted(left)]
 
     def _decode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
-        """Play VAEDecode or VAEDecodeTiled. If a whole decode runs out of memory, it decodes in tiles."""
+        """Play VAEDecode or VAEDecodeTiled. If a whole decode runs out of memory, it decodes in tiles. given: the
+        latents on the card, which the trace of a decode has, too."""
         q, part, process = self.request, self.parts["vae"], self.process
+        self.free(given)
+        self._returned = given
         self.bring("vae")
         vae = LoadedVAE(process, architecture(part.component), "comfyui", part.dtype, self._weights.held("vae"))
         largest = self._weights.largest_sent("vae")
@@ -236,6 +239,10 @@ class ComfyUIRun(PipelineRun):
         latents = process.tensor((n, vae.latent_channels, *frames, h, w), vae.dtype, "latents", host=True)
         process.drop(process.decode(vae, latents, tile=tile))
 
+    def free(self, handle: int) -> None:
+        if handle != self._returned:
+            super().free(handle)
+
     # ---- answers ----
 
     @property
@@ -258,7 +265,7 @@ class _Dynamic:
 
     def __init__(self, run: ComfyUIRun):
         self.run = run
-        self.staged = {part.role: _stage(part) for part in run.request.parts}
+        self.staged = {part.role: stage_part(part) for part in run.request.parts}
         self._forced: dict[str, int] = {}  # bytes of small weights, by role
         self._nodes: list[tuple[str, str, int]] = []  # phase, role, and PyTorch's bytes besides small weights
         self._roles: list[str] = []  # of the phase
@@ -423,7 +430,7 @@ def _is_in(name: str, layers: Mapping[str, Any]) -> bool:
     return owner in layers and own in ("weight", "bias")
 
 
-def _stage(part: Part) -> Any:
+def stage_part(part: Part) -> Any:
     widths = ((weight, programs.DTYPE_BYTES[weight.type]) for weight in part.weights)
     return stage_weights(
         [(weight.name, weight.shape, width) for weight, width in widths],
