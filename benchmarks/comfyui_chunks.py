@@ -7,13 +7,18 @@ outputs and no changes of lists. So a chunk's call gets what earlier chunks left
 from __future__ import annotations
 
 import inspect
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
 
 def follow_chunks(vae: torch.nn.Module) -> None:
-    """Let a VAE's encoder and decoder return what they leave for the next chunk."""
+    """Let a VAE's encoder and decoder return what they leave for the next chunk. Wan's VAEs lengthen their latents, and
+    those of 2.2 the video, chunk by chunk; here the chunks are joined once, which takes as much at most."""
+    kinds = {"comfy.ldm.wan.vae": {"encode": _encode_wan}, "comfy.ldm.wan.vae2_2": {"decode": _decode_wan22}}
+    if own := kinds.get(type(vae).__module__):
+        vae.__class__ = type(type(vae).__name__, (type(vae),), own)
     for coder in vae.children():
         if "feat_cache" in inspect.signature(coder.forward).parameters:
             coder.__class__ = _by_chunks(type(coder))
@@ -28,6 +33,8 @@ def _by_chunks(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
     class Chunk(kind):  # type: ignore[misc, valid-type]
         def __call__(self, x: Any, feat_cache: Any = None, feat_idx: Any = None, **given: Any) -> Any:
+            if isinstance(feat_cache, str):  # a recorder's call, with forward's own arguments
+                return super().__call__(x, feat_cache, feat_idx, **given)
             if feat_cache is None:
                 return super().__call__(x, "", None, **given)[0]
             one = x.new_empty(1)
@@ -44,3 +51,51 @@ def _by_chunks(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
     Chunk.__name__ = kind.__name__
     return Chunk
+
+
+def _encode_wan(self: Any, x: Any) -> Any:
+    """Do what comfy.ldm.wan.vae's encode does for more than one frame."""
+    count = (x.shape[2] - 1) // 4 * 2
+    left = [None] * (resolve_name("comfy.ldm.wan.vae:count_cache_layers")(self.encoder) if count else 0) or None
+    parts = [self.encoder(x[:, :, :1], feat_cache=left, feat_idx=[0])]
+    for i in range(count):
+        chunk = x[:, :, 1 + 2 * i : 3 + 2 * i]
+        parts.append(self.encoder(chunk, feat_cache=left, feat_idx=[0], final=i == count - 1))
+    out = torch.cat([part for part in parts if part is not None], 2)
+    return self.conv1(out).chunk(2, dim=1)[0]
+
+
+def _decode_wan22(self: Any, z: Any) -> Any:
+    """Do what comfy.ldm.wan.vae2_2's decode does."""
+    left, x = [None] * resolve_name("comfy.ldm.wan.vae2_2:count_conv3d")(self.decoder), self.conv2(z)
+    chunks = range(x.shape[2])
+    out = [self.decoder(x[:, :, i : i + 1], left, [0], **({} if i else {"first_chunk": True})) for i in chunks]
+    return resolve_name("comfy.ldm.wan.vae2_2:unpatchify")(torch.cat(out, 2), patch_size=2)
+
+
+def follow_tiles(vae: torch.nn.Module) -> None:
+    """Let a VAE that decodes tiles by itself decode two of them, which stand for all."""
+    if hasattr(vae, "split_tiles"):
+        vae.__class__ = _by_tiles(type(vae))
+
+
+def _by_tiles(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return a class of VAEs whose pictures have as many tiles as it takes, of which the first and another one are
+    decoded. The other one finds the tails of a row above, of its own row, and of its left neighbour."""
+
+    class Tiled(kind):  # type: ignore[misc, valid-type]
+        def tiled_decode(self, z: Any) -> Any:
+            side, ratio, overlap = self.tile_size // self.vae_ratio, self.vae_ratio, self.tile_overlap_min
+            height, width = (ratio * size for size in z.shape[-2:])
+            part = z[..., :1, :1].expand(*z.shape[:-2], side, side)
+            tile = self._decode_pixels(part)
+            canvas = tile.new_empty(*tile.shape[:-2], height, width)
+            above, _own = (tile.new_empty(*tile.shape[:-2], overlap, width) for _ in range(2))
+            left = tile[..., :, -overlap:].clone()
+            tile = self._decode_pixels(part)
+            tile = self.blend(above[..., :1].expand(*above.shape[:-1], self.tile_size), tile, overlap, dim=-2)
+            tile = self.blend(left, tile, overlap, dim=-1)
+            return canvas
+
+    Tiled.__name__ = kind.__name__
+    return Tiled

@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from comfyui_chunks import follow_chunks
+from comfyui_chunks import follow_chunks, follow_tiles
 from comfyui_code import import_comfyui
 
 from vaemem.engine.configs import config_of
@@ -63,9 +63,9 @@ class Workflow:
         comfy = _imported()
         self.row, self.scheduler = row, Steps()
         roles = ["transformer", "transformer_2"][: row.get("denoisers", 1)]
+        models = [getattr(comfy.supported_models, row["model"])(dict(row["config"])) for _ in roles]
         with Undrawn(), torch.device("meta"), default_dtype(torch.float32):
-            for role in roles:
-                model = getattr(comfy.supported_models, row["model"])(dict(row["config"]))
+            for role, model in zip(roles, models, strict=True):
                 model.set_inference_dtype(getattr(torch, row["dtype"]), None)
                 setattr(self, role, model.get_model({}, device="meta"))
             kind, dtype = resolve_name(row["encoder"]), getattr(torch, row["encoder_dtype"])
@@ -75,6 +75,7 @@ class Workflow:
             setattr(self, role, vae.first_stage_model)
             vae.first_stage_model = vae.patcher = None
         follow_chunks(self.vae)
+        follow_tiles(self.vae)
         if "vae_name" in row:
             self.vae.config = config_of(architecture(row["vae_name"]))
         self.latent_format = self.transformer.latent_format
@@ -82,6 +83,7 @@ class Workflow:
         self.model_cpu_offload_seq = "->".join(self._roles)
         for module, method in ((self.transformer, "apply_model"), (self.text_encoder, "encode_token_weights")):
             _call_by_forward(type(module), method)
+        _call_by_forward_too(type(self.transformer.diffusion_model), "preprocess_text_embeds")
 
     @property
     def components(self) -> dict[str, Any]:
@@ -118,8 +120,13 @@ class Workflow:
         prompts = [known["positive"], known["negative"]] if guides else [known["positive"]]
         known["latent"] = {"samples": self._sample(known["latent"]["samples"], prompts, num_inference_steps, joins)}
         _run_nodes(self.row.get("after", ()), known)
-        images = known["vae"].decode(known["latent"]["samples"])
-        return images, known["audio_vae"].decode(known["audio_latent"]["samples"]) if "audio_vae" in known else None
+        samples = known["latent"]["samples"]
+        first, *others = samples.unbind() if samples.is_nested else (samples,)
+        return known["vae"].decode(first), [known["audio_vae"].decode(one) for one in others]
+
+    def steps_before_change(self, steps: int) -> int:
+        """Return how many steps the first denoiser does."""
+        return -(-steps // sum(role.startswith("transformer") for role in self._roles))
 
     def _clip(self, length: int) -> Any:
         clip = _imported().sd.CLIP(no_init=True)
@@ -143,14 +150,14 @@ class Workflow:
         comfy, sigmas = _imported(), torch.linspace(1, 0, steps + 1)
         comfy.samplers.can_concat_cond = lambda one, other: joins or one is other
         roles = [role for role in self._roles if role.startswith("transformer")]
-        cut, prepare = -(-steps // len(roles)), functools.partial(comfy.sample.prepare_noise, seed=0)
+        cut, prepare = self.steps_before_change(steps), functools.partial(comfy.sample.prepare_noise, seed=0)
         for role, part in zip(roles, (sigmas[: cut + 1], sigmas[cut:]), strict=False):
             if len(part) > 1:
                 guider = comfy.samplers.CFGGuider(_patcher(getattr(self, role)))
                 guider.set_conds(prompts[0], prompts[-1])
                 guider.set_cfg(4.0 if len(prompts) > 1 else 1.0)
                 latents = guider.sample(
-                    prepare(latents), latents, comfy.samplers.ksampler("euler"), part, disable_pbar=True,
+                    prepare(latents), latents, comfy.samplers.ksampler("euler"), part, disable_pbar=True, seed=0,
                     callback=lambda *_: self.scheduler.step(),
                 ).to(torch.device("cpu"))  # fmt: skip
             prepare = comfy.sample.prepare_empty_noise
@@ -240,3 +247,15 @@ def _call_by_forward(kind: Any, method: str) -> None:
     if getattr(kind, method).__name__ == method:
         kind.forward = getattr(kind, method)
         setattr(kind, method, lambda self, *args, **kwargs: self.forward(*args, **kwargs))
+
+
+def _call_by_forward_too(kind: Any, method: str) -> None:
+    """Let a method of a module that has it call the module's forward with the method's name, too."""
+    if getattr(getattr(kind, method, None), "__name__", "") == method:
+        run, forward = getattr(kind, method), kind.forward
+
+        def choose(self: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+            return run(self, *args, **kwargs) if first is method else forward(self, first, *args, **kwargs)
+
+        kind.forward = choose
+        setattr(kind, method, lambda self, *args, **kwargs: self.forward(method, *args, **kwargs))

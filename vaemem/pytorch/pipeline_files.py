@@ -561,7 +561,10 @@ def _record_file(pipe: Any, calls: _Calls, row: Mapping[str, Any], progress: Pro
 
 
 def _find_changes(pipe: Any, calls: _Calls) -> list[int]:
-    """Count the steps before a change of the denoiser, with 1, 2, 3, ... steps. Return no counts if there is none."""
+    """Count the steps before a change of the denoiser, with 1, 2, 3, ... steps. Return no counts if there is none. A
+    pipeline may know them."""
+    if hasattr(pipe, "steps_before_change"):
+        return [*map(pipe.steps_before_change, range(1, _MOST_STEPS + 1))] if pipe.steps_before_change(2) < 2 else []
     *_, at = calls.points(_POINTS[:1], _POINTS[:1])
 
     def count(*steps: int) -> list[int]:
