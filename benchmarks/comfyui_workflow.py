@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from comfyui_chunks import follow_chunks, follow_tiles
+from comfyui_calls import call_by_forward, call_by_forward_too, follow_chunks, follow_tiles, let_read
 from comfyui_code import import_comfyui
 
 from vaemem.engine.configs import config_of
@@ -57,11 +57,14 @@ class Workflow:
             parameters' names, or the names of "with"
         after: such nodes that run after the sampler
         picture: height and width of a picture that goes in; the call's, if they are 0
+        reads: numbers that files of ComfyUI read from tensors in turn, which only a real run has
     """
 
     def __init__(self, row: Mapping[str, Any]):
         comfy = _imported()
         self.row, self.scheduler = row, Steps()
+        for name, numbers in row.get("reads", {}).items():
+            let_read(resolve_name(name), numbers)
         roles = ["transformer", "transformer_2"][: row.get("denoisers", 1)]
         models = [getattr(comfy.supported_models, row["model"])(dict(row["config"])) for _ in roles]
         with Undrawn(), torch.device("meta"), default_dtype(torch.float32):
@@ -82,8 +85,8 @@ class Workflow:
         self._roles = ["text_encoder", *roles, *self._vaes]
         self.model_cpu_offload_seq = "->".join(self._roles)
         for module, method in ((self.transformer, "apply_model"), (self.text_encoder, "encode_token_weights")):
-            _call_by_forward(type(module), method)
-        _call_by_forward_too(type(self.transformer.diffusion_model), "preprocess_text_embeds")
+            call_by_forward(type(module), method)
+        call_by_forward_too(type(self.transformer.diffusion_model), "preprocess_text_embeds")
 
     @property
     def components(self) -> dict[str, Any]:
@@ -240,22 +243,3 @@ def _imported() -> Any:
     manager.load_models_gpu = lambda *_, **__: None
     manager.get_free_memory = lambda *_, torch_free_too=False: (ENOUGH, 0) if torch_free_too else ENOUGH
     return comfy
-
-
-def _call_by_forward(kind: Any, method: str) -> None:
-    """Let a method call the module's forward, which recorders follow, and forward run the method's code."""
-    if getattr(kind, method).__name__ == method:
-        kind.forward = getattr(kind, method)
-        setattr(kind, method, lambda self, *args, **kwargs: self.forward(*args, **kwargs))
-
-
-def _call_by_forward_too(kind: Any, method: str) -> None:
-    """Let a method of a module that has it call the module's forward with the method's name, too."""
-    if getattr(getattr(kind, method, None), "__name__", "") == method:
-        run, forward = getattr(kind, method), kind.forward
-
-        def choose(self: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
-            return run(self, *args, **kwargs) if first is method else forward(self, first, *args, **kwargs)
-
-        kind.forward = choose
-        setattr(kind, method, lambda self, *args, **kwargs: self.forward(method, *args, **kwargs))

@@ -1,16 +1,44 @@
-"""VAEs of ComfyUI that code a video in chunks, so that recorders follow each chunk as a call of its own.
+"""Let ComfyUI's models make calls that recorders follow: those of a module's forward.
 
-Such a VAE's encoder and decoder get a list, in which they leave tensors for the next chunk. A recorder knows a call's
-outputs and no changes of lists. So a chunk's call gets what earlier chunks left, and returns what it leaves.
+Some VAEs code a video in chunks. Their encoder and decoder get a list, in which they leave tensors for the next chunk.
+A recorder knows a call's outputs and no changes of lists. So a chunk's call gets what earlier chunks left, and returns
+what it leaves.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
+
+
+def call_by_forward(kind: Any, method: str) -> None:
+    """Let a method call the module's forward, which recorders follow, and forward run the method's code."""
+    if getattr(kind, method).__name__ == method:
+        kind.forward = getattr(kind, method)
+        setattr(kind, method, lambda self, *args, **kwargs: self.forward(*args, **kwargs))
+
+
+def call_by_forward_too(kind: Any, method: str) -> None:
+    """Let a method of a module that has it call the module's forward with the method's name, too."""
+    if getattr(getattr(kind, method, None), "__name__", "") == method:
+        run, forward = getattr(kind, method), kind.forward
+
+        def choose(self: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+            return run(self, *args, **kwargs) if first is method else forward(self, first, *args, **kwargs)
+
+        kind.forward = choose
+        setattr(kind, method, lambda self, *args, **kwargs: self.forward(method, *args, **kwargs))
+
+
+def let_read(file: Any, numbers: Sequence[float]) -> None:
+    """Let `float` in a file return these numbers in turn for tensors on the card."""
+    turns = itertools.cycle(numbers)
+    file.float = lambda x: next(turns) if isinstance(x, torch.Tensor) and x.is_cuda else float(x)
 
 
 def follow_chunks(vae: torch.nn.Module) -> None:
