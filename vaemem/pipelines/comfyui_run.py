@@ -59,7 +59,7 @@ _PLAIN = re.compile(
 )
 # Buffers whose modules are no layers, because they have no parameters. Buffers that no state dict has.
 _TABLES = re.compile(r"^(model_sampling|noise_augmentor)\b")
-_NOT_SAVED = re.compile(r"^noise_augmentor\.data_(mean|std)$")
+_NOT_SAVED = re.compile(r"^noise_augmentor\.data_(mean|std)$|\.inv_freq$")
 
 
 class WorkflowRequest(PipelineRequest):
