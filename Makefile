@@ -214,7 +214,7 @@ NOT_OF_COMFYUI := ^(torch|torchvision|torchaudio|spandrel|comfyui-workflow-templ
 apps: $(VENV)/test.stamp ## the tests in ComfyUI itself; COMFYUI=path names its sources
 	@test -f "$(COMFYUI)/main.py" || { echo "apps: COMFYUI=path names no folder of ComfyUI"; exit 1; }
 	mkdir -p build && grep -vE '$(NOT_OF_COMFYUI)' "$(COMFYUI)/requirements.txt" > build/comfyui.txt
-	$(call in_own_environment,apps,torch==2.13.0 -r build/comfyui.txt,COMFYUI="$(abspath $(COMFYUI))") -rs -n 0 -m apps tests/test_comfyui_nodes.py tests/test_comfyui.py
+	$(call in_own_environment,apps,torch==2.13.0 -r build/comfyui.txt,COMFYUI="$(abspath $(COMFYUI))") -rs -n 0 -m apps tests/test_comfyui_nodes.py tests/test_comfyui.py tests/test_comfyui_dynamic.py
 
 INVOKEAI := torch==2.13.0 invokeai==6.14.0
 invokeai: $(VENV)/test.stamp ## the tests in InvokeAI itself (gigabytes to install)

@@ -17,13 +17,22 @@ from typing import Any
 UNUSED = "torchvision", "torchaudio", "torchsde", "kornia", "av", "spandrel", "aiohttp"
 
 
+class StubClass(type):
+    """Classes that have every attribute."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StubClass(name, (), {})
+
+
 class Stub(types.ModuleType):
     """A module that has every name."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {})
+        return StubClass(name, (), {})
 
 
 class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):

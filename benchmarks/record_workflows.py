@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from comfyui_code import version
-from comfyui_workflow import FOLDER, Workflow
+from comfyui_workflow import FOLDER, Workflow, read_row
 from record_rows import kept_facts
 
 from vaemem.pipelines.components import pipeline_of
@@ -47,7 +47,7 @@ def decode_estimates(workflow: Workflow) -> Iterator[tuple[int, float, float]]:
 
 def open_row(name: str) -> tuple[dict[str, Any], Workflow]:
     """Return a workflow's row, with what its own classes tell, and the workflow."""
-    row = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+    row = read_row(name)
     workflow = Workflow(row)
     row |= {"mixed": True, "versions": f"{version()}, torch {torch.__version__}"}
     row |= {"decodes": [*decode_estimates(workflow)], "usage": workflow.transformer.memory_usage_factor}

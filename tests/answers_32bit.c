@@ -384,11 +384,11 @@ static void vae(void) {
     v.dtype = dtype();
     v.first = dtype();
     v.tile_overlap = strtod(field(), NULL);
-    const uint64_t *of = some(13);
+    const uint64_t *of = some(12);
     v.height = of[0], v.width = of[1], v.batch = of[2], v.tile = of[3];
     v.slicing = of[4], v.channels_last = of[5], v.release = (int)of[6];
     v.gpu = (vm_trace_gpu){(int)of[7], (int)of[8], of[9], 0};
-    v.frames = of[10], v.older = of[11], v.picture = of[12];
+    v.frames = of[10], v.picture = of[11];
     v.passing = passings();
     vm_trace *t;
     const vm_status s = vm_trace_vae_build(&v, &t);

@@ -9,13 +9,20 @@ from typing import NamedTuple
 
 CASES = 200
 MIB = 1 << 20
-VAES = {"AutoencoderKL": (), "WanVAE": (1,), "Flux2": ()}  # and the frames of their images
-SHAPES = [(1, 4, 64, 64), (2, 4, 128, 128), (3, 16, 131, 77), (4, 16, 96, 160), (1, 16, 1, 1)]
+ROLES = "text_encoder", "transformer", "vae"
+SIZES = [(1, 1, 64, 64), (3, 1, 76, 132), (2, 1, 128, 96)]  # of latents: images, frames, height, width
+VIDEOS = [(1, 5, 32, 32), (1, 1, 40, 64), (1, 9, 60, 104)]
+WORKFLOWS = {
+    **dict.fromkeys(("sd15", "sdxl", "flux", "qwen-image", "flux2", "zimage-turbo", "krea2-turbo"), SIZES),
+    "wan2.1-1.3b": VIDEOS,
+}
+DECODED = {"sdxl": "sdxl", "flux": "flux", "qwen-image": "qwen-image", "flux2": "flux2-small"}  # workflows, their VAEs
+DECODES = [(1, 64, 48, 0), (2, 40, 66, 0), (3, 34, 20, 0), (1, 80, 144, 512)]  # (images, height, width, tile's pixels)
 
 
-def with_frames(shape, vae):
-    """A shape as a VAE of a class takes it."""
-    return *shape[:2], *VAES[vae], *shape[2:]
+def cards_of(weights):
+    """Bytes of cards for models with these bytes."""
+    return [1230 * MIB + weights * percent // 100 for percent in (2, 20, 45, 80, 120)]
 
 
 class Random:
@@ -87,43 +94,6 @@ def decode_line(name, size, steps):
     return f"decode {name} {'x'.join(map(str, size))} {len(ordered)} steps {digest}"
 
 
-class Asked(NamedTuple):
-    """What a release of ComfyUI is asked besides random cases.
-
-    used: classes of denoisers, and dtypes, for estimates
-    vaes: classes of VAEs, for estimates
-    decoded, decodes: VAEs, and their latents' (images, height, width) with the pixels of a tile's side
-    pipelines: whole workflows, and the shapes of their latents; each workflow runs twice
-    cards: their bytes
-    converts: whether the manager knows which models compute in another dtype
-    """
-
-    used: list
-    vaes: list
-    decoded: list
-    decodes: list
-    pipelines: dict
-    cards: list
-    converts: bool = False
-
-
-def _cards(*sizes):
-    return [round(size * 2**30) for size in sizes]
-
-
-ASKED = {
-    "0.3.64": Asked(
-        [("SD15", "float16"), ("SDXL", "float16"), ("SDXL", "float32"), ("Flux", "bfloat16"), ("Flux", "float16"),
-         ("QwenImage", "bfloat16")], ["AutoencoderKL", "WanVAE"],
-        ["sdxl", "flux", "qwen-image"], [(1, 64, 48, 0), (2, 40, 66, 0), (3, 33, 20, 0), (1, 40, 72, 256)],
-        {"sd15": (1, 4, 64, 64), "sdxl": (1, 4, 128, 128), "flux": (2, 16, 128, 128),
-         "qwen-image": (1, 16, 1, 160, 104)}, _cards(1.4, 3.5, 5.5, 7.5, 11.3, 23),
-    ),
-    "0.8.0": Asked(
-        [("Flux2", "bfloat16"), ("ZImage", "bfloat16")], ["Flux2"],
-        ["flux2"], [(1, 64, 48, 0), (2, 40, 66, 0), (3, 34, 20, 0), (1, 80, 144, 512)],
-        {"flux2": (1, 128, 64, 64), "zimage": (2, 16, 128, 128)},
-        _cards(5.5, 7.5, 11.3, 23, 31, 47, 79, 110), converts=True,
-    ),
-}  # fmt: skip
-ROLES = "text_encoder", "denoiser", "vae"
+def estimate_line(name, size, *estimates):
+    """A line for a workflow's estimates: of its denoiser for two prompts, for one, and of its decode."""
+    return f"{name} {'x'.join(map(str, size))} {' '.join(map(repr, map(float, estimates)))}"

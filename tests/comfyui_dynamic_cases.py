@@ -112,9 +112,10 @@ def make_paging(number):
 
 REAL = {
     "sd15": [2.2, 1.4], "sdxl": [7.5, 4.5, 3], "flux": [23.5, 11.5, 7.5], "flux-schnell": [15.5],
-    "qwen-image": [47, 23.5, 11.5], "flux2": [79, 31.5, 15.5], "zimage": [15.5, 11.5, 5.5],
+    "qwen-image": [47, 23.5, 11.5], "flux2": [79, 31.5, 15.5], "zimage": [15.5, 11.5, 5.5], "krea2-turbo": [31.5, 11.5],
 }  # fmt: skip
-ROLES = {"clip": (2, 300 * MIB), "denoiser": (4, 800 * MIB), "vae": (1, 600 * MIB)}  # steps, bytes of PyTorch
+# Steps, and bytes of PyTorch.
+ROLES = {"text_encoder": (2, 300 * MIB), "transformer": (4, 800 * MIB), "vae": (1, 600 * MIB)}
 
 
 def make_workflows():
@@ -122,7 +123,7 @@ def make_workflows():
     and the first two again."""
     for name, cards in REAL.items():
         for card in cards:
-            nodes = [(role, *ROLES[role]) for role in (*ROLES, "clip", "denoiser")]
+            nodes = [(role, *ROLES[role]) for role in (*ROLES, "text_encoder", "transformer")]
             capacity = round(card * 1024) * MIB
             yield name, Paging(capacity, capacity - 450 * MIB, card % 1 == 0, 256 * MIB, 0, list(ROLES), nodes)
 

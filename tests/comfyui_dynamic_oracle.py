@@ -8,6 +8,7 @@ elsewhere, too: tensors on it are on the device meta, streams order nothing, and
 """
 
 import contextlib
+import copy
 import ctypes
 import functools
 import gc
@@ -23,7 +24,7 @@ import comfyui_dynamic_cases as cases
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from comfyui_code import import_comfyui
-from comfyui_oracle import make_vae_of
+from comfyui_oracle import make_workflow
 
 MIB = cases.MIB
 FAILURES = {"VRAM": "buffer", "Faul": "page"}  # by the beginning of comfy-aimdo's messages
@@ -249,32 +250,24 @@ class Oracle:
         gc.collect()
 
 
-def make_role(pipeline, role):
-    """Make a model of a workflow: ComfyUI's own."""
-    import torch
-    from comfyui_modules import COMFYUI_MODULES, CONFIGS
-    from modules import make
-
-    for kind in ("Flux", "FluxSchnell"):
-        CONFIGS[kind] |= {"txt_ids_dims": []}  # newer than the others
-    if role == "vae":
-        model = make_vae_of(pipeline).first_stage_model
-    else:
-        encoders = {"flux-schnell": "flux"}
-        parts = f"{encoders.get(pipeline, pipeline)}-clip", f"{pipeline}-unet", f"{pipeline}-transformer"
-        module = next(COMFYUI_MODULES[one] for one in parts[role == "denoiser" :] if one in COMFYUI_MODULES)
-        model = make(module, module.dtypes[0] if role == "clip" or "flux" not in pipeline else torch.bfloat16)
-    model.model_loaded_weight_memory = 0
-    return model, (), torch.float32 if role == "clip" else None
-
-
 def main():
     logging.disable()
     oracle = Oracle()
+    workflows = {}  # by name
 
     def make_random(name):
         modules = case.models["abc".index(name)]
         return make_model(modules), cases.layers_of_modules(modules), None
+
+    def make_role(pipeline, role):
+        """Make a model of a workflow: ComfyUI's own."""
+        import torch
+
+        if pipeline not in workflows:
+            workflows[pipeline] = make_workflow(oracle.manager, pipeline)
+        model = copy.deepcopy(getattr(workflows[pipeline], role))
+        model.model_loaded_weight_memory = 0
+        return model, (), torch.float32 if role == "text_encoder" else None
 
     for number in range(cases.COUNT):
         case = cases.make_paging(number)

@@ -8,16 +8,13 @@ module moves nothing. The modules are ComfyUI's own layers without data. Everyth
 
 import itertools
 import sys
-import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import comfyui_cases as cases
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from comfyui_code import import_comfyui, version
-
-ASKED = cases.ASKED.get(version().rpartition(" ")[2])
+from comfyui_code import import_comfyui
 
 
 def make_model(name, layers, rest):
@@ -48,7 +45,7 @@ def bytes_there(model):
 def run(manager, size, models, requests, references=(), single=()):
     """Yield the models after each request: (name, bytes counted, bytes there).
 
-    single: models that compute in float32. In 0.8.0, ComfyUI's class CLIP tells its patcher so.
+    single: models that compute in float32. ComfyUI's class CLIP tells its patcher so.
     """
     import comfy.model_patcher
     import torch
@@ -61,7 +58,7 @@ def run(manager, size, models, requests, references=(), single=()):
     card, cpu = torch.device("cuda", 0), torch.device("cpu")
     manager.current_loaded_models.clear()
     patchers = [comfy.model_patcher.ModelPatcher(model, card, cpu) for model in models]
-    for index in range(len(models) if ASKED.converts else 0):  # no name may keep a patcher: references count
+    for index in range(len(models)):  # no name may keep a patcher: references count
         if models[index] in single:
             patchers[index].set_model_compute_dtype(torch.float32)
     held = [patcher for patcher, more in zip(patchers, references, strict=False) for _ in range(more)]
@@ -78,6 +75,8 @@ def run(manager, size, models, requests, references=(), single=()):
             listed = [one.model.model for one in manager.current_loaded_models]
             assert all(one in listed for one in models if bytes_there(one))
             yield [(one.called, one.model_loaded_weight_memory, bytes_there(one)) for one in listed]
+        for patcher in patchers:
+            patcher.detach()  # the models may run on another card
     finally:
         torch.nn.Module.to = kept
         held.clear()
@@ -92,90 +91,51 @@ def run_case(manager, case):
     return run(manager, case.card, models, case.requests, references, models[1::2])
 
 
-def make_vae(channels, kind="AutoencoderKL"):
-    """ComfyUI's VAE of SD and SDXL, of FLUX, of FLUX.2, or Wan's."""
-    import comfy.sd
-    import torch
+def make_workflow(manager, name):
+    """ComfyUI's models of a workflow, with its own manager."""
+    from comfyui_workflow import Workflow, read_row
 
-    with torch.device("meta"):
-        if kind == "WanVAE":
-            state = {"decoder.middle.0.residual.0.gamma": torch.empty(384, 1, 1, 1),
-                     "decoder.head.0.gamma": torch.empty(96, 1, 1, 1),
-                     "decoder.head.2.weight": torch.empty(3, 96, 3, 3, 3),
-                     "encoder.conv1.weight": torch.empty(96, 3, 3, 3, 3)}  # fmt: skip
-            return comfy.sd.VAE(sd=state, device=torch.device("cpu"), dtype=torch.bfloat16)
-        state = {"decoder.conv_in.weight": torch.empty(512, channels, 3, 3),
-                 "encoder.down.2.downsample.conv.weight": torch.empty(512, 512, 3, 3)}  # fmt: skip
-        if channels in (4, 32):
-            state["post_quant_conv.weight"] = torch.empty(channels, channels, 1, 1)
-        if kind == "Flux2":
-            state["bn.running_mean"] = torch.empty(4 * channels)
-        return comfy.sd.VAE(sd=state, device=torch.device("cpu"), dtype=torch.bfloat16)
+    load, free = manager.load_models_gpu, manager.get_free_memory
+    workflow = Workflow(read_row(name))
+    manager.load_models_gpu, manager.get_free_memory = load, free
+    return workflow
 
 
-def make_vae_of(name):
-    kinds = {"qwen-image": "WanVAE", "flux2": "Flux2"}
-    return make_vae({"sd15": 4, "sdxl": 4, "flux2": 32}.get(name, 16), kinds.get(name, "AutoencoderKL"))
-
-
-def real(manager):
+def workflows(manager):
     """Yield lines for ComfyUI's own models of whole workflows, with its own estimates."""
-    import torch
-    from comfyui_modules import COMFYUI_MODULES
-    from modules import make
-
     manager.vram_state, manager.DISABLE_SMART_MEMORY = manager.VRAMState.NORMAL_VRAM, False
     manager.EXTRA_RESERVED_VRAM = 400 << 20
-    for name, (images, *latent) in ASKED.pipelines.items():
-        part = "unet" if name.startswith("sd") else "transformer"
-        dtype = torch.float16 if part == "unet" else torch.bfloat16
-        for card in ASKED.cards:
-            vae = make_vae_of(name)
-            models = [make(COMFYUI_MODULES[f"{name}-{one}"], dtype) for one in ("clip", part)]
-            models.append(vae.first_stage_model)
-            for role, model in zip(cases.ROLES, models, strict=True):
-                model.called = role
-            one, both = (models[1].memory_required([n * images, *latent]) for n in (1, 2))
-            decode = vae.memory_used_decode((images, *latent), torch.bfloat16)
-            requests = [(0, 0, None, False), (1, both, one, False), (2, decode, None, False)] * 2
+    for name, sizes in cases.WORKFLOWS.items():
+        workflow = make_workflow(manager, name)
+        denoiser, decoder = workflow.transformer, workflow.decoder
+        models = [workflow.text_encoder, denoiser, workflow.vae]
+        for role, model in zip(cases.ROLES, models, strict=True):
+            model.called = role
+        kind, dtype, estimates = workflow.latent_format, decoder.vae_dtype, []
+        for images, frames, height, width in sizes:
+            shape = [images, kind.latent_channels, *[frames] * (kind.latent_dimensions == 3), height, width]
+            both = denoiser.memory_required([2 * images, *shape[1:]])
+            estimates.append((both, denoiser.memory_required(shape), decoder.memory_used_decode(shape, dtype)))
+            yield cases.estimate_line(name, (images, frames, height, width), *estimates[-1])
+        both, one, decode = estimates[0]
+        requests = [(0, 0, None, False), (1, both, one, False), (2, decode, None, False)] * 2
+        for card in cases.cards_of(sum(map(manager.module_size, models))):
             for step, found in enumerate(run(manager, card, models, requests, single=models[:1])):
                 yield cases.line(f"{name}@{card}", step, found)
 
 
-def estimates():
-    """Yield lines of estimates: of denoisers and of VAEs."""
-    import comfy.model_base
-    import comfy.supported_models
-    import torch
-    from comfyui_modules import CONFIGS
-
-    for kind, dtype in ASKED.used:
-        config = getattr(comfy.supported_models, kind)(CONFIGS[kind])
-        model = types.SimpleNamespace(
-            memory_usage_factor=config.memory_usage_factor, memory_usage_factor_conds=(),
-            memory_usage_shape_process={}, get_dtype=lambda: None, manual_cast_dtype=getattr(torch, dtype),
-        )  # fmt: skip
-        for shape in cases.SHAPES:
-            found = comfy.model_base.BaseModel.memory_required(model, list(shape))
-            yield f"{kind} {dtype} {'x'.join(map(str, shape))} {found!r}"
-    for kind, op in itertools.product(ASKED.vaes, ("decode", "encode")):
-        estimate = getattr(make_vae(32 if kind == "Flux2" else 4, kind), f"memory_used_{op}")
-        for dtype, shape in itertools.product(("float16", "float32"), cases.SHAPES):
-            found = estimate(cases.with_frames(shape, kind), getattr(torch, dtype))
-            yield f"{kind} {op} {dtype} {'x'.join(map(str, shape))} {found!r}"
-
-
-def decodes():
+def decodes(manager):
     """Yield lines of the VAEs' whole and tiled decodes, recorded, as decode and decode_tiled call them."""
     import torch
 
     from vaemem.pytorch import record
 
-    for name, size in itertools.product(ASKED.decoded, ASKED.decodes):
+    for name, size in itertools.product(cases.DECODED, cases.DECODES):
         n, h, w, tile = size
-        is_video, packed = name == "qwen-image", 2 if name == "flux2" else 1
-        side, overlap = tile // 8 // packed, min(64, tile // 4) // 8 // packed
-        vae = make_vae_of(name).first_stage_model
+        workflow = make_workflow(manager, name)
+        vae, is_video = workflow.decoder, workflow.decoder.latent_dim == 3
+        factor = vae.spacial_compression_decode()
+        side, overlap = tile // factor, min(64, tile // 4) // factor
         squares = [(side, side)] if is_video else [(2 * side, side // 2), (side // 2, 2 * side), (side, side)]
 
         def run(vae, x, tile=tile, overlap=overlap, squares=squares):
@@ -191,10 +151,9 @@ def decodes():
                     part = x[..., i : i + sides[0], j : j + sides[1]]
                     vae.decode(torch.empty(part.shape, dtype=x.dtype, device=x.device)).float()
 
-        channels = {"sdxl": 4, "flux2": 128}.get(name, 16)
-        shape = cases.with_frames((n, channels, h // packed, w // packed), "WanVAE" if is_video else "AutoencoderKL")
+        shape = n, workflow.latent_format.latent_channels, *[1] * is_video, 8 * h // factor, 8 * w // factor
         x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        yield cases.decode_line(name, size, record(vae.to(torch.bfloat16), x, call=run).trace.steps)
+        yield cases.decode_line(name, size, record(workflow.vae, x, call=run).trace.steps)
 
 
 def main():
@@ -204,12 +163,15 @@ def main():
 
     logging.disable()
     manager = import_comfyui()
-    manager.NUM_STREAMS = 2  # as on an NVIDIA card; 0.3.64 does not read it
+    manager.NUM_STREAMS = 2  # as on an NVIDIA card
     torch.cuda.synchronize = lambda *_: None
+    import comfy.ops
+
+    comfy.ops.disable_weight_init._zero_init_parameter = staticmethod(lambda *_: None)  # weights stay without data
     for number in range(cases.CASES):
         for step, models in enumerate(run_case(manager, cases.make_case(number))):
             print(cases.line(number, step, models))
-    for line in itertools.chain(estimates(), decodes(), real(manager)):
+    for line in itertools.chain(decodes(manager), workflows(manager)):
         print(line)
 
 

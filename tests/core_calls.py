@@ -241,14 +241,14 @@ class Trace:
         self, arch: dict[str, Any], runtime: str, op: str, dtype: str, height: int, width: int, batch: int = 1,
         tile: int = 0, slicing: bool = False, sm: int = 89, multiprocessors: int = 128, free_bytes: int = 0,
         channels_last: bool = False, first: str | None = None, passing: Any = (), tile_overlap: float = 0.25,
-        release: int = 42, frames: int = 1, older: bool = False, picture: bool = False,
+        release: int = 42, frames: int = 1, picture: bool = False,
     ) -> Any:  # fmt: skip
         options = locals()
         del options["self"]
         models = _core.models().values()
         model = next((one["name"] for one in models if one | {"name": ""} == arch | {"name": ""}), "")
         numbers = (
-            height, width, batch, tile, slicing, channels_last, release, sm, multiprocessors, free_bytes, frames, older,
+            height, width, batch, tile, slicing, channels_last, release, sm, multiprocessors, free_bytes, frames,
             picture,
         )  # fmt: skip
         overlap, through = f"{tile_overlap:.17g}", flat(passing, 10)

@@ -208,7 +208,7 @@ GROUPS = [
 BEGIN = ["sd15", "sd21", "sdxl", "sd3", "sd35-medium", "sd35-large", "flux", "flux-schnell"]
 TWO_ENCODERS = ["sdxl", "sdxl-controlnet", "flux", "flux-schnell", "flux-kontext", "flux-fill"]
 LORAS = [{"rank": 16}, {"rank": 64, "fused": True}, [{"rank": 8}, {"rank": 32}]]
-WORKFLOWS = ["sd15", "sdxl", "flux", "flux-schnell", "qwen-image"]
+WORKFLOWS = ["sd15", "sdxl", "flux", "flux-schnell", "qwen-image", "zimage-turbo"]
 
 
 def about_any_pipeline(r, call):
@@ -246,9 +246,9 @@ def about_comfyui(r, call):
     height, width = sides(r, r.choice((1024, 1536, 2048)), (64,))
     asked = about_card(r) | {"pipeline": r.choice(WORKFLOWS), "height": height, "width": width, "runtime": "comfyui"}
     return asked | some(
-        r, offload=(0.5, ["--lowvram", "--novram", "--disable-smart-memory"]), steps=(0.2, [1, 4, 20]),
+        r, offload=(0.5, ["--disable-dynamic-vram", "--novram", "--disable-smart-memory"]), steps=(0.2, [1, 4, 20]),
         vae=(0.4, ["tiled", "tiled 256", "tiled 1024"]), batch=(0.25, [2, 4]), guidance=(0.25, [True, False]),
-        prompt_tokens=(0.3, [40, 77, 150, 300]), components=(0.2, [{"vae": "float32"}, {"vae": "float16"}]),
+        prompt_tokens=(0.3, [40, 77, 150, 300]),
     )  # fmt: skip
 
 

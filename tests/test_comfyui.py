@@ -1,9 +1,13 @@
-"""ComfyUI's memory management, as vaemem/pipelines/comfyui.py has it, compared with ComfyUI's own decisions."""
+"""ComfyUI's classic memory management and its workflows, compared with ComfyUI's own decisions and memory."""
 
-import itertools
+from __future__ import annotations
+
 import os
+import pickle
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import comfyui_cases as cases
@@ -11,234 +15,282 @@ import pytest
 
 import vaemem
 from vaemem import _core
-from vaemem.pipelines.comfyui import RELEASES, USAGE, Layer, ManagedModel, Manager, estimate_denoiser, estimate_vae
-from vaemem.pipelines.comfyui_run import WORKFLOWS, layers_of
-from vaemem.pipelines.components import weights_of
-from vaemem.pipelines.programs import load_program
-from vaemem.pipelines.storage import stored
+from vaemem._common import MIB
+from vaemem.pipelines.comfyui import Layer, ManagedModel, Manager
+from vaemem.pipelines.comfyui_run import CLASSIC, COMFYUI_OPTIONS, ENCODERS, NO, WHOLE, layers_of
+from vaemem.pipelines.components import WORKFLOWS, is_vae
 from vaemem.prediction.runtimes import architecture
 
 HERE = Path(__file__).parent
-RELEASE_OF = {one.name.rpartition(" ")[2]: one for one in RELEASES}  # by version
+GOLDEN, VERSION = HERE / "comfyui_decisions_0.33.0.txt", "0.33.0"
+GIB = 1 << 30
+NAME = "zimage-turbo"
 
 
-def golden(version):
-    return HERE / f"comfyui_decisions_{version}.txt"
-
-
-def play(release, size, models, requests, *settings):
+def play(size, models, requests, *settings):
     """Yield the models after each request, as the oracle does."""
-    manager = Manager(lambda: size - sum(model.bytes_there for model in models), *settings, release=release)
+    manager = Manager(lambda: size - sum(model.bytes_there for model in models), *settings)
     for index, needed, least, whole in requests:
         manager.load(models[index], needed, least, whole)
         yield [(model.name, model.loaded, model.bytes_there) for model in manager.models]
 
 
-def play_case(case, asked, release):
+def play_case(case):
     """Every other model computes in float32."""
     models = [
         ManagedModel(
             cases.name(i),
             [
-                Layer(size, cases.layer_name(j), casts, 2 * size * (casts and i % 2 and asked.converts))
+                Layer(size, cases.layer_name(j), casts, 2 * size * (casts and i % 2))
                 for j, (size, casts) in enumerate(layers)
             ],
-            rest, references, release,
+            rest,
+            references,
         )
         for i, (layers, rest, references) in enumerate(case.models)
-    ]  # fmt: skip
-    return play(release, case.card, models, case.requests, case.reserved, case.state, case.smart)
+    ]
+    return play(case.card, models, case.requests, case.reserved, case.state, case.smart)
 
 
-def real(asked, release):
-    """Yield the lines of whole workflows, with the recorded models."""
-    for name, (images, *latent) in asked.pipelines.items():
-        work = WORKFLOWS[name]
-        dtype = work.dtypes[0]
-        weights = {
-            "text_encoder": (weights_of(work.encoder), work.encoder_dtype),
-            "denoiser": (weights_of(work.denoiser), dtype),
-            "vae": (_core.Trace.parameters(architecture(name), "comfyui"), "bfloat16"),
-        }
-        one, both = (estimate_denoiser(USAGE[work.kind], (n * images, *latent), dtype) for n in (1, 2))
-        decode = estimate_vae("decode", (images, *latent), "bfloat16", work.vae)
-        requests = [(0, 0, None, False), (1, both, one, False), (2, decode, None, False)] * 2
-        for card in asked.cards:
-            models = [
-                ManagedModel(role, *layers_of([(w.name, w.bytes) for w in stored(found, type, "all", type)],
-                             2 * (role == "text_encoder" and asked.converts)), release=release)
-                for role, (found, type) in weights.items()
-            ]  # fmt: skip
-            for step, there in enumerate(play(release, card, models, requests)):
-                yield cases.line(f"{name}@{card}", step, there)
+def golden(kinds):
+    """The golden file's lines that begin with one of these words."""
+    lines = GOLDEN.read_text("utf-8").splitlines()
+    return [line for line in lines if re.split(r"\.\d+ |[ @]", line)[0] in kinds]
 
 
-def estimates(asked):
-    for kind, dtype in asked.used:
-        for shape in cases.SHAPES:
-            yield f"{kind} {dtype} {'x'.join(map(str, shape))} {estimate_denoiser(USAGE[kind], shape, dtype)!r}"
-    for kind, op, dtype, shape in itertools.product(
-        asked.vaes, ("decode", "encode"), ("float16", "float32"), cases.SHAPES
-    ):
-        found = estimate_vae(op, cases.with_frames(shape, kind), dtype, kind)
-        yield f"{kind} {op} {dtype} {'x'.join(map(str, shape))} {found!r}"
-
-
-def decodes(asked, release):
-    for name, size in itertools.product(asked.decoded, asked.decodes):
-        images, h, w, tile = size
-        sides = 8 * h, 8 * w
-        trace = _core.Trace.vae(
-            architecture(name),
-            "comfyui",
-            "decode",
-            "bfloat16",
-            *sides,
-            images,
-            tile=tile,
-            older=release is RELEASES[0],
-        )
-        yield cases.decode_line(name, size, trace.steps)
-
-
-@pytest.mark.parametrize("version", cases.ASKED)
-def test_the_decisions_are_comfyuis(version):
-    asked, release = cases.ASKED[version], RELEASE_OF[version]
+def test_the_decisions_are_comfyuis():
     found = [
         cases.line(number, step, models)
         for number in range(cases.CASES)
-        for step, models in enumerate(play_case(cases.make_case(number), asked, release))
+        for step, models in enumerate(play_case(cases.make_case(number)))
     ]
-    lines = [*found, *estimates(asked), *decodes(asked, release), *real(asked, release)]
-    assert lines == golden(version).read_text("utf-8").splitlines()
+    assert found == golden({*map(str, range(cases.CASES))})
 
 
-def predict(pipeline, side, gpu, *args, **given):
-    return vaemem.predict_pipeline(pipeline, side, side, *args, runtime="comfyui", gpu=gpu, **given)
+def test_whole_and_tiled_decodes_are_comfyuis():
+    found = []
+    for name, vae in cases.DECODED.items():
+        for images, h, w, tile in cases.DECODES:
+            sides = 8 * h, 8 * w
+            trace = _core.Trace.vae(architecture(vae), "comfyui", "decode", "bfloat16", *sides, images, tile=tile)
+            found.append(cases.decode_line(name, (images, h, w, tile), trace.steps))
+    assert found == golden({"decode"})
+
+
+def request_of(name, images=1, frames=1, height=64, width=64):
+    """The request of a workflow, for latents of a size."""
+    known = WORKFLOWS[name]
+    sides = {"height": height * known.factor, "width": width * known.factor}
+    video = {"frames": known.frame_factor * (frames - 1) + 1} if known.frames else {}
+    return replace(predict(name, 512, 512).request, batch=images, **sides, **video)
+
+
+def play_workflow(name):
+    """Yield the lines of a workflow: ComfyUI's estimates, and its decisions for recorded models."""
+    estimates = []
+    for size in cases.WORKFLOWS[name]:
+        request = request_of(name, *size)
+        one = request.estimate(request.pipeline.denoiser)
+        estimates.append((2 * one, one, request.estimate("vae")))
+        yield cases.estimate_line(name, size, *estimates[-1])
+    both, one, decode = estimates[0]
+    requests = [(0, 0, None, False), (1, both, one, False), (2, decode, None, False)] * 2
+    parts = [request.part(role) for role in cases.ROLES]
+    weights = {part.role: [(weight.name, weight.bytes) for weight in part.weights] for part in parts}
+    for card in cases.cards_of(sum(size for one in weights.values() for _, size in one)):
+        models = [ManagedModel(role, *layers_of(of, 2 if role == ENCODERS else 0)) for role, of in weights.items()]
+        for step, there in enumerate(play(card, models, requests)):
+            yield cases.line(f"{name}@{card}", step, there)
+
+
+@pytest.mark.parametrize("name", cases.WORKFLOWS)
+def test_the_decisions_for_a_workflow_are_comfyuis(name):
+    if name not in WORKFLOWS:
+        pytest.skip("not recorded yet")
+    assert [*play_workflow(name)] == golden({name})
+
+
+# ---- answers ----
+
+
+def predict(pipeline=NAME, height=1024, width=1024, *args, gpu="RTX 4090", **given):
+    return vaemem.predict_pipeline(pipeline, height, width, *args, runtime="comfyui", gpu=gpu, **given)
+
+
+def phase_of(p, name):
+    return next(phase for phase in p.phases if phase.name == name)
 
 
 def test_a_large_card_keeps_all_models():
-    p = predict("sdxl", 1024, "RTX 4090")
-    loaded = {role: part.nbytes for role, part in p.parts.items()}
-    assert {role: size for role, (size, _) in p.placed["decode"].items()} == loaded | {"unet": loaded["unet"] - 10240}
-    assert p.left == {"encode prompt": [], "denoise": [], "decode": []} and p.batched and not p.tiled
-    assert p.verdict == "fits" and p.estimates["decode"][0] > 1.5 * p.estimates["decode"][1]
+    p = predict(gpu="H200")
+    weights = {part.role: part.nbytes for part in p.request.parts}
+    assert p.placed["decode"] == {role: (size, size) for role, size in weights.items()}
+    assert not any(p.left.values()) and not p.tiled and p.verdict == "fits" and p.host == sum(weights.values())
+    assert all(more == 0 for _, more in p.paged.values())
+    first = sum(first for first, _ in p.paged.values())
+    assert 0.99 * p.host < first <= 1.001 * p.host
+    denoise = phase_of(p, "denoise")
+    assert denoise.sent >= p.paged["denoise"][0] and denoise.outside % (32 * MIB) == 0
 
 
-def test_a_small_card_loads_in_part():
-    p = predict("flux", 1024, "RTX 4060")
+def test_on_a_small_card_pages_leave():
+    p = predict(gpu="RTX 4060")
     loaded, whole = p.placed["denoise"]["transformer"]
-    assert p.left["denoise"] == ["text_encoder"] and loaded < whole / 2 and p.verdict == "fits"
-    denoise = next(phase for phase in p.phases if phase.name == "denoise")
-    assert loaded <= denoise.weights < loaded + (128 << 20)  # rounded up, and with the running layer
-    assert denoise.sent == pytest.approx(loaded + p.request.steps * (whole - loaded), rel=1e-5)  # but for tables
-    smaller = predict("flux", 1024, "RTX 4060", offload="--novram")
-    assert smaller.placed["denoise"]["transformer"] == (0, whole) and smaller.placed["encode prompt"] == {}
-    assert smaller.peak < p.peak
+    assert p.left["denoise"] == ["text_encoder"] and 0 < loaded < whole and p.verdict == "fits"
+    first, more = p.paged["denoise"]
+    assert whole - loaded < more + 32 * MIB * 2 and 0 < more < first <= 1.001 * whole
+    steps = [predict(gpu="RTX 4060", steps=count) for count in (8, 20)]
+    sent = [phase_of(one, "denoise").sent for one in steps]
+    assert sent[1] - sent[0] == 12 * more and "each step sends them" in str(p)
+    smaller = predict(gpu="RTX 4060", memory="6 GB")
+    assert smaller.placed["denoise"]["transformer"][0] < loaded and smaller.paged["denoise"][1] > more
 
 
-def test_without_room_it_decodes_in_tiles_and_runs_prompts_alone():
-    p = predict("sd15", 1024, "RTX 3060", memory="1110 MiB")
-    assert p.tiled and not p.batched and p.out_of_memory_at is None and p.verdict == "tight"
-    alone = predict("sd15", 1024, "RTX 3060", memory="1110 MiB", vae="tiled")
-    assert not alone.tiled and alone.phases[-1].allocated == p.phases[-1].allocated
+@pytest.mark.parametrize("offload", COMFYUI_OPTIONS)
+def test_the_least_memory_is_enough(offload):
+    """With less than PyTorch's peak the run does not go through."""
+    given = {"height": 512, "width": 512, "offload": offload, "vae": "tiled"}
+    p = predict(**given)
+    assert predict(used=p.available - p.least, **given).out_of_memory_at is None
+    peak = max(took for _, took in p.estimates.values())
+    less = predict(used=p.available - min(p.least, peak) * 8 // 10, **given)
+    assert less.out_of_memory_at and not less.fits and less.verdict == "does not fit"
 
 
-def test_prompts_of_other_lengths_run_alone():
-    """Qwen-Image's: the encoder gets the template, the denoiser the end of it."""
-    p = predict("qwen-image", 1024, "H200", batch=2)
-    assert p.request.guidance and not p.batched and p.left["decode"] == [] and p.estimates["decode"][0] == 7000 * 2**21
-    encode, denoise, _ = p.phases
-    gpu, dtype, (encoder, denoiser, _) = p.request.card.gpu, "bfloat16", (part.component for part in p.request.parts)
-    encoded = load_program(encoder).trace(dtype, gpu, t=34 + 77 + 5)
-    denoised = load_program(denoiser).trace(dtype, gpu, n=2, h=128, w=128, t=77 + 5)
-    assert encode.flops == 2 * encoded.flops and denoise.flops == 2 * p.request.steps * denoised.flops
-    alone = predict("qwen-image", 1024, "H200", batch=2, guidance=False)
-    assert alone.batched and alone.phases[1].flops * 2 == denoise.flops
-    small = predict("qwen-image", 1024, "RTX 3060", memory="3.5 GB")
-    tiled = predict("qwen-image", 1024, "RTX 3060", memory="3.5 GB", vae="tiled 256")
-    assert small.tiled and small.phases[-1].allocated == tiled.phases[-1].allocated and not small.batched
+@pytest.mark.parametrize("offload", COMFYUI_OPTIONS[:2])
+def test_without_room_it_decodes_in_tiles(offload):
+    whole = predict(height=2048, width=2048, offload=offload)
+    few = {"height": 2048, "width": 2048, "offload": offload, "memory": "4 GB"}
+    p, alone = predict(**few), predict(vae="tiled 512", **few)
+    assert not whole.tiled and not alone.tiled
+    assert p.tiled and p.out_of_memory_at is None and "tiles of 512 pixels" in " ".join(p.notes)
+    assert phase_of(p, "decode").allocated < phase_of(whole, "decode").allocated / 2
+    assert p.estimates["decode"][1] == alone.estimates["decode"][1]
+    assert p.estimates["decode"][0] == 16 * alone.estimates["decode"][0]  # of the image, and of a tile
 
 
-def test_the_least_memory_is_where_it_begins_to_go_through():
-    p = predict("sd15", 512, "RTX 3060", torch_version="2.7.1")
-    taken = p.available - p.least
-    assert predict("sd15", 512, "RTX 3060", used=taken, torch_version="2.7.1").fits
-    less = predict("sd15", 512, "RTX 3060", used=taken + (8 << 20), torch_version="2.7.1")
-    assert not less.fits and less.out_of_memory_at
+def test_the_classic_manager_loads_layers():
+    p = predict(gpu="RTX 4060", offload=CLASSIC)
+    loaded, whole = p.placed["denoise"]["transformer"]
+    assert p.left["denoise"] == ["text_encoder"] and 0 < loaded < whole and not any(map(any, p.paged.values()))
+    denoise = phase_of(p, "denoise")
+    assert loaded < denoise.weights and denoise.outside == 0
+    assert denoise.sent == pytest.approx(loaded + p.request.steps * (whole - loaded), rel=1e-3)
+    none = predict(gpu="RTX 4060", offload=NO)
+    assert none.placed["denoise"]["transformer"] == (0, whole) and none.peak < p.peak
+    assert phase_of(none, "denoise").sent == pytest.approx(none.request.steps * whole, rel=1e-3)
 
 
-def test_a_plan_names_the_options():
-    plan = vaemem.plan_pipeline("sd15", 512, 512, gpu="RTX 3060", runtime="comfyui")
-    way = plan["--lowvram, VAE Decode (Tiled)"].way
-    assert way.code == "python main.py --lowvram  # with the node VAE Decode (Tiled)"
-    assert [phase.total for phase in way.phases] == [
-        phase.total for phase in predict("sd15", 512, "RTX 3060", **way.settings).phases
-    ]
+def test_without_smart_memory_models_leave_whole():
+    smart, whole = (predict(gpu="H200", offload=offload) for offload in (CLASSIC, WHOLE))
+    assert not any(smart.left.values()) and len(smart.placed["decode"]) == 3
+    assert whole.left["denoise"] == ["text_encoder"] and [*whole.placed["decode"]] == ["vae"]
+
+
+def test_windows_reserves_more():
+    here, windows = (predict(gpu="RTX 4060", offload=CLASSIC, os=os) for os in ("linux", "windows"))
+    assert windows.placed["denoise"]["transformer"][0] < here.placed["denoise"]["transformer"][0]
+
+
+def test_a_plan_has_the_ways():
+    plan = vaemem.plan_pipeline(NAME, 512, 512, gpu="RTX 3060", runtime="comfyui")
+    nodes = ("VAE Decode", "VAE Decode (Tiled)")
+    options = ("no option", *COMFYUI_OPTIONS[1:])
+    assert {one.way.name for one in plan.outcomes} == {f"{option}, {node}" for option in options for node in nodes}
+    way = plan[f"{NO}, VAE Decode (Tiled)"].way
+    assert way.code == f"python main.py {NO}  # with the node VAE Decode (Tiled)"
+    alone = predict(NAME, 512, 512, gpu="RTX 3060", **way.settings)
+    assert [phase.total for phase in way.phases] == [phase.total for phase in alone.phases]
+    assert plan["no option, VAE Decode"].way.code == "python main.py  # with the node VAE Decode"
+
+
+def test_an_answer_is_pickled_and_has_data():
+    p = predict(gpu="RTX 4060")
+    again = pickle.loads(pickle.dumps(p))
+    assert again.to_text(all=True) == p.to_text(all=True)
+    data = p.to_dict()
+    known = {phase["phase"]: phase for phase in data["comfyui"]["phases"]}
+    assert known["denoise"]["step_bytes"] == p.paged["denoise"][1] and data["comfyui"]["tiled"] is False
+    assert {role["role"]: role["loaded_bytes"] for role in known["denoise"]["models"]} == {
+        role: loaded for role, (loaded, _) in p.placed["denoise"].items()
+    }
+
+
+@pytest.mark.parametrize("name", [name for name, known in WORKFLOWS.items() if known.frames])
+def test_a_video_has_frames(name):
+    known = WORKFLOWS[name]
+    usual = predict(name, 480, 480, gpu="H200")
+    count = usual.request.frames + known.frame_factor * (known.clip[0] if known.clip else 1)
+    longer = predict(name, 480, 480, gpu="H200", frames=count)
+    assert f"{count} frames" in longer.title or str(count) in longer.title
+    assert phase_of(longer, "denoise").allocated > phase_of(usual, "denoise").allocated
+    assert longer.estimates["denoise"][0] > usual.estimates["denoise"][0]
+    if not is_vae(known.parts["vae"]):
+        with pytest.raises(vaemem.ArgumentError, match="whole with"):
+            predict(name, 480, 480, gpu="H200", vae="tiled")
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_has_an_answer(name):
+    p = predict(name, 512, 512, gpu="H200")
+    kinds = [phase.kind for phase in p.phases]
+    assert {"denoise", "decode"} <= {*kinds} and p.fits and p.least < p.peak
+    assert all(took > 0 for _, took in p.estimates.values()) and all("  " not in note for note in p.notes)
 
 
 @pytest.mark.parametrize(
     ("argument", "given"),
     [
-        ("offload", {"offload": "comfy-aimdo"}),
         ("offload", {"offload": "model"}),
+        ("offload", {"offload": "--lowvram"}),
         ("vae", {"vae": "sliced"}),
         ("vae", {"vae": "tiled 100"}),
         ("vae", {"vae": "tiled \u0665\u0661\u0662"}),
         ("image", {"image": True}),
-        ("components", {"components": {"unet": "float16"}}),
-        ("dtype", {"dtype": "float32"}),
+        ("components", {"components": {"transformer": "fp8"}}),
+        ("dtype", {"dtype": "float16"}),
         ("gpu", {"gpu": "GTX 1650"}),
+        ("gpu", {"gpu": "T4"}),
         ("gpu", {"gpu": "RX 7900 XTX"}),
+        ("batch", {"batch": 5}),
         ("pipeline", {"pipeline": "sd3"}),
-        ("pipeline", {"pipeline": "flux2-klein"}),
-        ("gpu", {"pipeline": "flux2"}),
-        ("gpu", {"pipeline": "qwen-image"}),
-        ("dtype", {"pipeline": "qwen-image", "gpu": "RTX 3060", "dtype": "float16"}),
+        ("pipeline", {"pipeline": "wan2.1"}),
         ("vae_memory_limit", {"vae_memory_limit": "1 GB"}),
         ("diffusers_version", {"diffusers_version": "0.35.0"}),
+        ("lora", {"lora": 16}),
     ],
 )
 def test_what_has_no_answer_is_refused(argument, given):
     with pytest.raises(vaemem.ArgumentError) as refused:
-        predict(**{"pipeline": "sd15", "side": 512, "gpu": "T4"} | given)
+        predict(**{"height": 512, "width": 512} | given)
     assert refused.value.argument == argument
 
 
-def ask_comfyui(script, *args, versions=tuple(RELEASE_OF)):
-    """Run a script that imports ComfyUI's code, if it is one of these versions. Return the version and the output."""
+# ---- with ComfyUI ----
+
+
+def ask_comfyui(script, *args):
+    """Run a script that imports ComfyUI's code, and return its output."""
     if "COMFYUI" not in os.environ:
         pytest.skip("COMFYUI names no folder of ComfyUI")
-    said = Path(os.environ["COMFYUI"], "comfyui_version.py").read_text("utf-8")
-    version = next((one for one in versions if f'"{one}"' in said), None)
-    if version is None:
-        pytest.skip(f"COMFYUI is not {' or '.join(versions)}")
+    if f'"{VERSION}"' not in Path(os.environ["COMFYUI"], "comfyui_version.py").read_text("utf-8"):
+        pytest.skip(f"COMFYUI is not {VERSION}")
     command = [sys.executable, HERE / script, *args]
     ran = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     assert ran.returncode == 0, ran.stderr
-    return version, ran.stdout
+    return ran.stdout
 
 
 @pytest.mark.apps
-@pytest.mark.parametrize(
-    ("version", "name"),
-    [("0.3.64", "sd15-unet"), ("0.3.64", "flux-transformer"), ("0.3.64", "qwen-image-transformer"),
-     ("0.8.0", "flux2-transformer"), ("0.8.0", "flux2-clip"), ("0.8.0", "zimage-transformer"),
-     ("0.8.0", "zimage-clip")],
-)  # fmt: skip
-def test_layers_come_for_their_calls_as_in_comfyui(version, name):
-    ask_comfyui("comfyui_sent.py", name, versions=(version,))
-
-
-@pytest.mark.apps
-@pytest.mark.parametrize("name", [name for name in WORKFLOWS if name not in ("flux-schnell", "zimage-turbo")])
-def test_the_sampler_is_comfyuis(name):
-    ask_comfyui("comfyui_sampler.py", name, versions=(WORKFLOWS[name].release.name.rpartition(" ")[2],))
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_takes_what_comfyui_takes(name):
+    """ComfyUI's own code at a size that no recording was fitted to; weights apart."""
+    ask_comfyui("comfyui_whole.py", name)
 
 
 @pytest.mark.apps
 def test_the_golden_file_is_comfyuis():
-    version, printed = ask_comfyui("comfyui_oracle.py")
+    printed = ask_comfyui("comfyui_oracle.py")
     if os.environ.get("VAEMEM_GOLDEN") == "1":
-        golden(version).write_text(printed, "utf-8")
-    assert printed == golden(version).read_text("utf-8")
+        GOLDEN.write_text(printed, "utf-8")
+    assert printed == GOLDEN.read_text("utf-8")

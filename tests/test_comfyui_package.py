@@ -19,8 +19,7 @@ import engine
 import vaemem
 from vaemem.nodes import install_comfyui as install
 from vaemem.nodes import install_invokeai
-from vaemem.pipelines.comfyui_run import WORKFLOWS
-from vaemem.pipelines.components import PIPELINES, weights_of
+from vaemem.pipelines.components import PIPELINES, WORKFLOWS, weights_of
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch import comfyui_vae
@@ -397,7 +396,8 @@ def test_an_estimate(vae):
 def model_of(kind, dtype=torch.float32, cast=None):
     """A stand-in for ComfyUI's object of a denoiser, with the shapes of the known one."""
     prefix = "diffusion_model."
-    known = [one for one in weights_of(WORKFLOWS[kind].denoiser) if one.name.startswith(prefix)]
+    denoiser = WORKFLOWS[kind].parts[WORKFLOWS[kind].denoiser]
+    known = [one for one in weights_of(denoiser) if one.name.startswith(prefix)]
     weights = {one.name.removeprefix(prefix): torch.empty(one.shape, device="meta") for one in known}
     base = SimpleNamespace(
         diffusion_model=SimpleNamespace(state_dict=lambda: weights), get_dtype=lambda: dtype, manual_cast_dtype=cast,
@@ -423,7 +423,7 @@ def test_the_estimate_of_a_known_workflow(monkeypatch):
     del vae.first_stage_model.conv2._padding
     assert comfyui_vae.estimate(vae, 512, 512, "RTX 4060").text
 
-    kind = "flux-schnell"
+    kind = "zimage-turbo"
     arch = architecture(PIPELINES[kind].parts["vae"])
     monkeypatch.setattr(comfyui_vae, "recognise", lambda vae: arch)
     vae = SimpleNamespace(device=torch.device("cpu"), vae_dtype=torch.float32, latent_dim=2)
@@ -434,11 +434,11 @@ def test_the_estimate_of_a_known_workflow(monkeypatch):
     monkeypatch.setattr(comfyui_vae, "describe_card", lambda device: CARD | {"free": 0})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 << 30, 12 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 30)
-    vae.device, vae.vae_dtype = torch.device("cuda"), torch.float16
+    vae.device, vae.vae_dtype = torch.device("cuda"), torch.bfloat16
     found = comfyui_vae.estimate(vae, 768, 1024, "", model_of(kind, torch.bfloat16), None, 2)
     used = (2 << 30) - find_gpu(CARD["gpu"], CARD["memory"]).context
-    ways = {"dtype": "bfloat16", "components": {"vae": "float16"}, "used": used}
-    assert found.text == vaemem.predict_pipeline(kind, 768, 1024, 2, runtime="comfyui", **ways, **CARD).to_text()
+    whole = vaemem.predict_pipeline(kind, 768, 1024, 2, runtime="comfyui", used=used, **CARD)
+    assert found.text == whole.to_text()
 
     # Other types, and another VAE: the decode, and ComfyUI's own estimate for the sampler.
     manager = SimpleNamespace(minimum_inference_memory=lambda: 1 << 30, extra_reserved_memory=lambda: 0)

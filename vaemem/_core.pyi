@@ -147,7 +147,7 @@ class Trace:
         tile: int = 0, slicing: bool = False, sm: int = 89, multiprocessors: int = 128, free_bytes: int = 0,
         channels_last: bool = False, first: str | None = None,
         passing: Sequence[tuple[Any, ...]] = (), tile_overlap: float = 0.25, release: int = 42,
-        frames: int = 1, older: bool = False, picture: bool = False,
+        frames: int = 1, picture: bool = False,
     ) -> Trace: ...  # fmt: skip
     @staticmethod
     def parameters(arch: Mapping[str, Any], runtime: str, /) -> list[tuple[str, tuple[int, ...], str]]: ...

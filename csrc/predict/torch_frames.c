@@ -23,13 +23,12 @@
  * Releases differ: vm_trace_vae.release selects one.
  *
  * ComfyUI's WanVAE (comfy/ldm/wan/vae.py since its #13014) caches nothing for one frame. Its convolutions copy the last
- * slice of their filters, and pad nothing; its decoder keeps the middle's output. Before, it cached as the others. */
+ * slice of their filters, and pad nothing; its decoder keeps the middle's output. */
 #include "torch_walk.h"
 
 enum { WITH_TILES = 34, FLOAT_NORM = 38 };
 
 static bool is_comfyui(const walk *w) { return w->vae->runtime == VM_TORCH_COMFYUI; }
-static bool caches(const walk *w) { return !is_comfyui(w) || w->vae->older; }
 
 static const tensor none = {.id = EXTERNAL};
 
@@ -50,7 +49,7 @@ static void keep(walk *w, frame *f, tensor recent) {
 static tensor recent_frames(walk *w, const frame *f, const tensor *x, const tensor *before, path name) {
     const path cache = at(name, " [cache]");
     const uint64_t rows = x->h / f->times;
-    if (!is_wan(w) || !caches(w)) return none;
+    if (!is_wan(w) || is_comfyui(w)) return none;
     tensor recent = take(w, x->n, x->c, VM_MIN(f->times, 2) * rows, x->w, either(x) ? CONTIGUOUS : x->layout, cache);
     if (f->times < 2 && before->h) bind(w, &recent, take(w, x->n, x->c, 2 * rows, x->w, CONTIGUOUS, cache));
     return recent;
@@ -65,7 +64,7 @@ static void forget(walk *w, frame *f) {
  * those of x, instead of zeros. */
 static tensor convolve(walk *w, uint64_t times, const tensor *x, const tensor *before, uint64_t k, uint64_t depth,
                        uint64_t side, path name) {
-    const bool pads = caches(w);
+    const bool pads = !is_comfyui(w);
     const uint64_t border = pads ? side - 1 : 0, h = x->h / times + border, wide = x->w + border;
     if (!is_wan(w)) return conv(w, x, k, side, 1, side / 2, name);
     if (!w->vae->arch->slices) {
@@ -403,8 +402,7 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
         one.h /= w->vae->frames;
         h = half_by_frames(w, &f, &one);
         if (patches) bind(w, &h, vm_walk_patch(w, &h, true));
-        const bool copies = !comfyui || !w->vae->older;
-        y = copies ? take_like(w, &h, at((path){""}, comfyui ? "decode [cat]" : "decode [clamp]")) : h;
+        y = take_like(w, &h, at((path){""}, comfyui ? "decode [cat]" : "decode [clamp]"));
         forget(w, &f);
         give(w, &latents);
         give(w, &f.result);

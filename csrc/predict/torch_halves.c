@@ -169,7 +169,7 @@ static bool is_held(const walk *w, const part *p) {
 static bool is_kept(const walk *w, const part *p) {
     const bool decodes = w->vae->op == VM_DECODE, begins_mid = p->begins && p->level == MID;
     if (w->frames->lists && !decodes) return p->level < BEGIN || begins_mid;
-    if (!w->frames->rolls || w->vae->older) return false;
+    if (!w->frames->rolls) return false;
     return decodes ? p->begins && p->level == w->vae->arch->levels - 1 : begins_mid && w->vae->arch->family == VM_KL;
 }
 

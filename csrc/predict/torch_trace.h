@@ -209,7 +209,6 @@ typedef struct vm_trace_vae {
     double tile_overlap;           /* diffusers' tile_overlap_factor: the part of a side that tiles share */
     bool slicing;
     int release;         /* diffusers' release, 38 for 0.38 */
-    bool older;          /* ComfyUI's code is that of 0.3.64, instead of v0.38.1's */
     vm_passings passing; /* weights that hooks move for calls of the encoder, the decoder and what they consist of */
     bool channels_last;  /* the filters' memory format: module.to(memory_format=torch.channels_last) */
     bool picture;        /* the input has a picture's strides, those of (N, H, W, C), as diffusers' pipelines give it */

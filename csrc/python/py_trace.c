@@ -58,17 +58,17 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     static char *names[] = {"arch",          "runtime", "op",      "dtype",        "height",          "width",
                             "batch",         "tile",    "slicing", "sm",           "multiprocessors", "free_bytes",
                             "channels_last", "first",   "passing", "tile_overlap", "release",         "frames",
-                            "older",         "picture", NULL};
+                            "picture",       NULL};
     const char *runtime, *op;
     vm_arch arch;
     vm_trace_vae vae = {.arch = &arch, .tile_overlap = 0.25, .gpu = {.sm = 89, .multiprocessors = 128}, .release = 42};
     long long height, width, batch = 1, tile = 0, free_bytes = 0, frames = 1;
-    int slicing = 0, channels_last = 0, older = 0, picture = 0;
+    int slicing = 0, channels_last = 0, picture = 0;
     PyObject *first = Py_None, *passing = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&LL|LLpiiLpOOdiLpp:vae", names, vm_py_to_arch, &arch, &runtime,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&LL|LLpiiLpOOdiLp:vae", names, vm_py_to_arch, &arch, &runtime,
                                      &op, vm_py_to_dtype, &vae.dtype, &height, &width, &batch, &tile, &slicing,
                                      &vae.gpu.sm, &vae.gpu.multiprocessors, &free_bytes, &channels_last, &first,
-                                     &passing, &vae.tile_overlap, &vae.release, &frames, &older, &picture))
+                                     &passing, &vae.tile_overlap, &vae.release, &frames, &picture))
         return NULL;
     vae.first = vae.dtype;
     if (first != Py_None && !vm_py_to_dtype(first, &vae.first)) return NULL;
@@ -93,7 +93,6 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     vae.gpu.free_bytes = (uint64_t)free_bytes;
     vae.slicing = slicing;
     vae.channels_last = channels_last;
-    vae.older = older;
     vae.picture = picture;
     PyObject *texts = passing ? vm_py_to_passings(passing, &vae.passing) : NULL;
     if (passing && !texts) return NULL;
@@ -301,7 +300,7 @@ static PyMethodDef methods[] = {
     {"vae", VM_PY_KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
      "vae($type, /, arch, runtime, op, dtype, height, width, batch=1, tile=0, slicing=False, sm=89, "
      "multiprocessors=128, free_bytes=0, channels_last=False, first=None, passing=(), tile_overlap=0.25, "
-     "release=42, frames=1, older=False, picture=False)\n--\n\nReturns the trace of encode or decode of a VAE, from "
+     "release=42, frames=1, picture=False)\n--\n\nReturns the trace of encode or decode of a VAE, from "
      "its arch dict. "
      "tile: side in "
      "pixels, 0 for none. free_bytes: free GPU memory when the call begins, which a1111 checks; 0: unlimited. "
@@ -309,8 +308,7 @@ static PyMethodDef methods[] = {
      "leaves in half precision. passing: weights that come for some modules' calls, as for Program.trace. "
      "tile_overlap: the part of a side that diffusers' tiles share. release: 38 for diffusers 0.38, whose class "
      "runs a video's VAE. frames: latent frames of AutoencoderKLWan; 1 for an image. picture: whether the "
-     "input has a picture's strides, those of (N, H, W, C). older: ComfyUI's code "
-     "is that of 0.3.64."},
+     "input has a picture's strides, those of (N, H, W, C)."},
     {"parameters", trace_parameters, METH_VARARGS | METH_STATIC,
      "parameters(arch, runtime, /)\n--\n\nReturns [(name, shape, dtype)] in the order in which Module.to moves "
      "them. dtype: run (the module's) or int64."},

@@ -17,7 +17,7 @@ from vaemem.pipelines.comfyui import SOURCE
 from vaemem.pipelines.comfyui_run import (
     COMFYUI_OPTIONS,
     DYNAMIC,
-    FALLBACK_TILE,
+    USUAL_TILE,
     VAE_DTYPE,
     ComfyUIRun,
     WorkflowRequest,
@@ -133,7 +133,7 @@ class ComfyUIPrediction(PlayedAnswer):
 
     def _costs(self, size: Sizer) -> list[str]:
         """Say what the dynamic manager sends: a run that fits may be slow."""
-        sent = self.paged.get("denoise", (0, 0))[1]
+        sent = max((more for _, more in self.paged.values()), default=0)
         slower = f"Of the denoiser's weights {size(sent)} have no room on the card: each step sends them."
         return [*super()._costs(size), *[slower] * bool(sent)]
 
@@ -146,7 +146,7 @@ class ComfyUIPrediction(PlayedAnswer):
             )
             guess, took = self.estimates[name]
             estimate, (first, more) = size(guess) if guess else "none", self.paged[name]
-            steps = [size(more)] if name == "denoise" else [""]
+            steps = [size(more) if name.startswith("denoise") else ""]
             sent = [size(first), *steps] if self.request.offload == DYNAMIC else []
             rows.append([name, estimate, size(took), *sent, ", ".join(self.left[name]), ", ".join(there)])
         paged = ["sent first", "sent per step"] if self.request.offload == DYNAMIC else []
@@ -191,7 +191,7 @@ def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> WorkflowReques
     how, _, side = str(vae).partition(" ")
     if how == "tiled" and side and not is_tile(side, 2 * VAE_STRIDE):
         raise ArgumentError("vae", "the side of a tile in pixels, a multiple of 16 as in 'tiled 512'", repr(vae))
-    vae = f"tiled {side or FALLBACK_TILE}" if how == "tiled" else meant("vae", vae, ("whole", "tiled"))
+    vae = f"tiled {side or USUAL_TILE}" if how == "tiled" else meant("vae", vae, ("whole", "tiled"))
     if vae != "whole" and not is_vae(known.parts["vae"]):
         raise ArgumentError("vae", f"whole with {name}", repr(vae), "nobody recorded its VAE otherwise")
     gpu = given.card.gpu

@@ -49,7 +49,8 @@ DYNAMIC, CLASSIC, NO, WHOLE = "none", "--disable-dynamic-vram", "--novram", "--d
 COMFYUI_OPTIONS = (DYNAMIC, CLASSIC, NO, WHOLE)  # none: without an option
 # ComfyUI reads WHOLE with either manager; here it goes with the classic one, which it changes.
 VAE_DTYPE = "bfloat16"  # of a VAE's weights, on the cards here
-FALLBACK_TILE = 512  # pixels of a tile's side by default, and after AutoencoderKL's decode ran out of memory
+USUAL_TILE = 512  # pixels of a tile's side by default
+_FALLBACK = 64, 256  # after a decode ran out of memory: latents of a tile's side; pixels for a VAE of videos, or more
 _PLAYED_STEPS = 3  # of a denoiser by the dynamic manager; further steps send as much as the last one
 _ENOUGH = 1 << 62
 # The class of these layers is not in comfy/ops.py. Their own code moves their weights.
@@ -59,7 +60,7 @@ _PLAIN = re.compile(
 )
 # Buffers whose modules are no layers, because they have no parameters. Buffers that no state dict has.
 _TABLES = re.compile(r"^(model_sampling|noise_augmentor)\b")
-_NOT_SAVED = re.compile(r"^noise_augmentor\.data_(mean|std)$")
+_NOT_SAVED = re.compile(r"^noise_augmentor\.data_(mean|std)$|\.inv_freq$")
 
 
 class WorkflowRequest(PipelineRequest):
@@ -75,14 +76,33 @@ class WorkflowRequest(PipelineRequest):
 
     def estimate(self, role: str) -> float:
         """Return ComfyUI's estimate of a call besides weights, with one prompt; 0 for text encoders."""
-        v, part = self.variables, self.part(role)
-        area = v["h"] * v["w"]
+        v = self.variables
         if role == "vae":
-            b, c = next((b, c) for least, b, c in reversed(self.pipeline.decodes) if v["f"] >= least)
-            return float((b * v["f"] + c) * area * programs.DTYPE_BYTES[part.dtype])
+            return self._estimate_decode(self.tile // self.pipeline.factor or max(v["h"], v["w"]))
         if role == ENCODERS:
             return 0
-        return estimate_denoiser(self.pipeline.usage, self.batch * v["f"] * area, part.dtype)
+        area = self.batch * v["f"] * v["h"] * v["w"]
+        return estimate_denoiser(self.pipeline.usage, area, self.part(role).dtype)
+
+    def _estimate_decode(self, side: int) -> float:
+        """Return ComfyUI's estimate of a decode, or of its tiles. side: most latents of a side."""
+        v, width = self.variables, programs.DTYPE_BYTES[self.part("vae").dtype]
+        b, c = next((b, c) for least, b, c in reversed(self.pipeline.decodes) if v["f"] >= least)
+        return float((b * v["f"] + c) * min(v["h"], side) * min(v["w"], side) * width)
+
+    @property
+    def fallback(self) -> int:
+        """Pixels of a tile's side after a whole decode ran out of memory. Tiles of a VAE of videos are as large as the
+        estimate of the whole decode permits, up to 80% of the card."""
+        v, factor = self.variables, self.pipeline.factor
+        latents, pixels = _FALLBACK
+        if architecture(self.part("vae").component).get("family") != "wan":
+            return latents * factor
+        side, most = pixels // factor, max(v["h"], v["w"])
+        budget = min(self._estimate_decode(most), 0.8 * self.card.gpu.total_memory)
+        while 2 * side <= most and self._estimate_decode(2 * side) <= budget:
+            side *= 2
+        return side * factor
 
 
 class _Sent(NamedTuple):
@@ -149,7 +169,7 @@ class ComfyUIRun(PipelineRun):
         self.tiled: bool = bool(again and again.tiled)  # whether the decode runs out of memory, and runs again in tiles
         self.full: tuple[str, PeakTensor] | None = None
         self.sent: dict[str, _Sent] = {}  # by phase
-        self._now, self._role = "", ""
+        self._now, self._role, self._returned = "", "", 0
         placing = _Dynamic if request.offload == DYNAMIC else _Classic
         self._weights: _Dynamic | _Classic = placing(self)
         try:
@@ -191,8 +211,11 @@ class ComfyUIRun(PipelineRun):
         return [left[id_] for id_ in sorted(left)]
 
     def _decode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
-        """Play VAEDecode or VAEDecodeTiled. If a whole decode runs out of memory, it decodes in tiles."""
+        """Play VAEDecode or VAEDecodeTiled. If a whole decode runs out of memory, it decodes in tiles. given: the
+        latents on the card, which the trace of a decode has, too."""
         q, part, process = self.request, self.parts["vae"], self.process
+        self.free(given)
+        self._returned = given
         self.bring("vae")
         vae = LoadedVAE(process, architecture(part.component), "comfyui", part.dtype, self._weights.held("vae"))
         largest = self._weights.largest_sent("vae")
@@ -205,7 +228,7 @@ class ComfyUIRun(PipelineRun):
             except OutOfMemoryError:
                 self.tiled = True
         if self.tiled or q.vae != "whole":
-            self._decode_part(vae, n, f, h, w, q.tile or FALLBACK_TILE)
+            self._decode_part(vae, n, f, h, w, q.tile or q.fallback)
         if passing:
             process.release([passing])
         return ()
@@ -219,6 +242,10 @@ class ComfyUIRun(PipelineRun):
         frames = [f] if self.request.pipeline.frames else []
         latents = process.tensor((n, vae.latent_channels, *frames, h, w), vae.dtype, "latents", host=True)
         process.drop(process.decode(vae, latents, tile=tile))
+
+    def free(self, handle: int) -> None:
+        if handle != self._returned:
+            super().free(handle)
 
     # ---- answers ----
 
@@ -242,7 +269,7 @@ class _Dynamic:
 
     def __init__(self, run: ComfyUIRun):
         self.run = run
-        self.staged = {part.role: _stage(part) for part in run.request.parts}
+        self.staged = {part.role: stage_part(part) for part in run.request.parts}
         self._forced: dict[str, int] = {}  # bytes of small weights, by role
         self._nodes: list[tuple[str, str, int]] = []  # phase, role, and PyTorch's bytes besides small weights
         self._roles: list[str] = []  # of the phase
@@ -289,13 +316,13 @@ class _Dynamic:
             needed.append(least_free(staged, steps, calls)[1] - staged.forced - held)
         before: Mapping[str, int] = {}
         placed = page_nodes(self.staged, nodes, capacity, free)
-        for (name, _, _), least, paged in zip(self._nodes, needed, placed, strict=False):
+        for (name, _, _), (_, steps, _), least, paged in zip(self._nodes, nodes, needed, placed, strict=False):
             if paged.failure:
                 run.full = run.full or (name, PeakTensor("buffers of weights", sum(paged.buffers)))
-            run.sent[name] = self._add(run.sent.get(name, _Sent()), paged, least, before)
+            run.sent[name] = self._add(run.sent.get(name, _Sent()), paged, steps, least, before)
             before = paged.pages
 
-    def _add(self, earlier: _Sent, paged: Any, least: int, before: Mapping[str, int]) -> _Sent:
+    def _add(self, earlier: _Sent, paged: Any, steps: int, least: int, before: Mapping[str, int]) -> _Sent:
         """Add a node to those of its phase before. before: pages before it"""
         sizes = {role: staged.nbytes for role, staged in self.staged.items()}
         there = {role: (min(n * PAGE_BYTES, sizes[role]), sizes[role]) for role, n in paged.pages.items() if n}
@@ -303,7 +330,7 @@ class _Dynamic:
         outside = sum(paged.pages.values()) * PAGE_BYTES + sum(paged.buffers)
         return _Sent(
             there, [*earlier.left, *left], max(outside, earlier.outside), max(least, earlier.needed),
-            earlier.first + paged.first, max(earlier.more, paged.last),
+            earlier.first + paged.first, max(earlier.more, paged.last * (steps > 1)),
         )  # fmt: skip
 
     def _together(self, layers: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -407,7 +434,7 @@ def _is_in(name: str, layers: Mapping[str, Any]) -> bool:
     return owner in layers and own in ("weight", "bias")
 
 
-def _stage(part: Part) -> Any:
+def stage_part(part: Part) -> Any:
     return stage_weights(
         [(weight.name, weight.shape, weight.bytes // math.prod(weight.shape)) for weight in part.weights],
         4 if part.role == ENCODERS else 0, plain=plain_layers(weight.name for weight in part.weights),
@@ -447,6 +474,6 @@ def describe_decisions(run: ComfyUIRun) -> Iterator[str]:
     yield "PyTorch's flash attention was played; workspaces of cuDNN's, which ComfyUI uses next, are unknown"
     yield from run.request.pipeline.notes
     if run.tiled:
-        yield f"the whole decode runs out of memory, so ComfyUI decodes in tiles of {FALLBACK_TILE} pixels"
+        yield f"the whole decode runs out of memory, so ComfyUI decodes in tiles of {run.request.fallback} pixels"
     if manager == "classic" and run._weights.largest_sent("vae"):
         yield "vae: of its layers that come for their calls, the largest counts during the whole decode"

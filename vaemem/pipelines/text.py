@@ -7,7 +7,7 @@ arguments, and, after a bar, a name:
                                     equation is 1 n != 1 or 1 s > 3
     when 1 g = 1                    the lines up to the next "when" apply if this holds; without equations, always
     take 2048 n t e | embeds        allocate bytes for a tensor
-    free 0 | embeds                 free the oldest tensor of this name; 1 is the next one
+    free 0 | embeds                 free the oldest tensor of this name; 1 is the next one, and -1 is the newest
     free 0 3 | embeds               do so three times
     call unet forward n=2 n | 1     call a component's method with these sizes. One output stays; its name is the role
     enter vae decode                prepare a component for a method of its own, which calls its children
@@ -214,7 +214,7 @@ def _do_the_same(before: Sequence[_Action], one: Sequence[_Action], other: Seque
         for action in part:
             there = live.setdefault(action.name, [])
             if action.kind == "free":
-                if int(action.words[0]) >= len(there):
+                if not -len(there) <= int(action.words[0]) < len(there):
                     return False
                 there.pop(int(action.words[0]))
             elif action.kind in ("take", "call"):
@@ -297,7 +297,7 @@ def play_text(text: PipelineText, at: Mapping[str, int], run: _Run, left: dict[s
                     run.free(old)
             elif kind == "free":
                 place = int(words[0])
-                if place >= len(live):
+                if not -len(live) <= place < len(live):
                     raise ArgumentError("text", f"more than {place} tensors of that name", f"free {place} | {name}")
                 run.free(live.pop(place))
             elif kind == "call":

@@ -84,8 +84,6 @@ class LoadedVAE(_Held):
     passing : function, optional
         If its weights arrive for its submodules' calls: the list of them, by its dtype and that of its `first` blocks.
         None are there before.
-    older : bool
-        Whether ComfyUI's code is that of 0.3.64.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class LoadedVAE(_Held):
     ):  # fmt: skip
         super().__init__(process, weights)
         self.arch, self.runtime, self.dtype, self.first = dict(arch), runtime, dtype, first
-        self.channels_last, self.passing, self.older = channels_last, passing, False
+        self.channels_last, self.passing = channels_last, passing
         packed = packing(runtime, arch)
         self.factor, self.latent_channels = latent_factor(arch) * packed, arch["latent_channels"] * packed * packed
         self.key = arch_key(arch)

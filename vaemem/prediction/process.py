@@ -651,7 +651,7 @@ class SimulatedProcess:
             vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors, free_bytes=free,
             channels_last=vae.channels_last, first=first, passing=passing, tile_overlap=tile_overlap,
-            release=self.diffusers_release, frames=math.prod(frames), older=vae.older, picture=x.picture,
+            release=self.diffusers_release, frames=math.prod(frames), picture=x.picture,
         )  # fmt: skip
         return self._as_tensor(f"{op} of {arch['name']}", self.call(trace), result, vae.dtype)
 

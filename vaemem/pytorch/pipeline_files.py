@@ -234,6 +234,23 @@ _OF_VAES = products(["", "n"], ["", "f", "fp0", "fp1", "fp2"], [f"hp{level} wp{l
 _OF_VAES += products(["", "n"], ["fp0", "fp1", "fp2"], ["h w"])
 
 
+def _write_group(
+    group: Sequence[tuple[dict[str, int], Any]], monomials: Sequence[str], dtype: str
+) -> list[tuple[Sequence[tuple[dict[str, int], Any]], dict[str, Any]]]:
+    """Write calls that take the same steps; those of each label for itself if their sizes have no polynomial."""
+    fit = PolynomialFit(monomials, [at for at, _ in group])
+    writer = Writer(fit, dtype)
+    try:
+        writer.write([call for _, call in group])
+    except ArgumentError:
+        parts = [*grouped(group, lambda one: one[0]["o"]).values()]
+        if len(parts) < 2:
+            raise
+        return [one for part in parts for one in _write_group(part, monomials, dtype)]
+    lists = {"convs": writer.convs, "attentions": writer.attentions, "modules": list(writer.modules)}
+    return [(group, {"sizes": fit.polynomials, **lists})]
+
+
 def _write_module(
     module: torch.nn.Module, dtype: str, calls: Sequence[tuple[Values, ComponentCall]], padded: int
 ) -> tuple[dict[str, Any], list[str]]:
@@ -250,19 +267,16 @@ def _write_module(
             known[key] = trace.calls[0]
             notes |= dict.fromkeys(said)
         recorded.append((_derived(at, padded), known[key]))
-    groups = grouped(recorded, lambda one: structure_of(one[1]))
+    of_pads = products(["", "n"], [f"{name}{padded}" for name in _PADS]) if padded else []
+    monomials = _MONOMIALS + of_pads + _OF_VAES * ("vae" in calls[0][1].role)
+    groups = [*grouped(recorded, lambda one: structure_of(one[1])).values()]
+    written = [one for group in groups for one in _write_group(group, monomials, dtype)]
     texts = dict[str, Any]()
-    for group in groups.values():
+    for group, text in written:
         points = [at for at, _ in group]
-        others = [at for other in groups.values() if other is not group for at, _ in other]
+        others = [at for other, _ in written if other is not group for at, _ in other]
         telling = ["o", *(_padding(name, padded) for name in _PADS if padded), "g", "n", "f"]
-        case = equations_of(points, others, telling)
-        of_pads = products(["", "n"], [f"{name}{padded}" for name in _PADS]) if padded else []
-        fit = PolynomialFit(_MONOMIALS + of_pads + _OF_VAES * ("vae" in calls[0][1].role), points)
-        writer = Writer(fit, dtype)
-        writer.write([call for _, call in group])
-        lists = {"convs": writer.convs, "attentions": writer.attentions, "modules": list(writer.modules)}
-        texts[f"{dtype}; {case}".removesuffix("; ")] = {"sizes": fit.polynomials, **lists}
+        texts[f"{dtype}; {equations_of(points, others, telling)}".removesuffix("; ")] = text
     derived = {name: [f"1 {name[0]}{int(name[1]) - 1 or ''}", 2, 1] for name in _HALVED}
     derived |= {name: [of, 1, 1] for name, of in _PADDED.items()}
     derived |= {f"{name}{padded}": [f"1 {name}", padded, padded] for name in _PADS if padded}
@@ -600,7 +614,10 @@ def _record_points(
 
 
 def _find_changes(pipe: Any, calls: _Calls) -> list[int]:
-    """Count the steps before a change of the denoiser, with 1, 2, 3, ... steps. Return no counts if there is none."""
+    """Count the steps before a change of the denoiser, with 1, 2, 3, ... steps. Return no counts if there is none. A
+    pipeline may know them."""
+    if hasattr(pipe, "steps_before_change"):
+        return [*map(pipe.steps_before_change, range(1, _MOST_STEPS + 1))] if pipe.steps_before_change(2) < 2 else []
     *_, at = calls.points(_POINTS[:1], _POINTS[:1])
 
     def count(*steps: int) -> list[int]:

@@ -13,7 +13,7 @@ import functools
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -60,7 +60,9 @@ def shapes_of(given: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ..
 class _Queues:
     """Live storages by name, the oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, piled: Container[str] = ()) -> None:
+        """piled: names of outputs that may pile up call by call"""
+        self._piled, self._last = piled, dict[str, int]()
         self._name = dict[int, str]()
         self._live = dict[str, list[int]]()
 
@@ -68,12 +70,20 @@ class _Queues:
         self._name[number] = name
         self._live.setdefault(name, []).append(number)
 
+    def add_outputs(self, numbers: Sequence[int], name: str) -> None:
+        self._last[name] = min(numbers, default=0) if name in self._last else 0
+        for number in numbers:
+            self.add(number, name)
+
     def remove(self, number: int) -> tuple[str, ...]:
-        """Return the storage's name, and its place in the name's queue."""
+        """Return the storage's name, and its place in the name's queue. If outputs pile up, those of the last call have
+        places from the end, unless it is the first one."""
         name = self._name.pop(number)
-        place = self._live[name].index(number)
-        del self._live[name][place]
-        return name, str(place)
+        live = self._live[name]
+        place = live.index(number)
+        is_last = name in self._piled and 0 < self._last.get(name, 0) <= number
+        del live[place]
+        return name, str(place - len(live) - 1 if is_last else place)
 
     def __contains__(self, number: int) -> bool:
         return number in self._name
@@ -83,12 +93,13 @@ class EventWriter:
     """Takes the place of a pipeline recorder's script. Lists events; what a component's call does within is left out,
     and outputs that nobody keeps."""
 
-    def __init__(self, before: EventWriter | None = None) -> None:
-        """before: the writer whose place this one takes; its storages may still be given"""
+    def __init__(self, before: EventWriter | None = None, pieces: Container[str] = ()) -> None:
+        """before: the writer whose place this one takes; its storages may still be given. pieces: as of
+        `record_calls`"""
         self.events = list[Event]()
         self.stream, self.hidden = 0, True
         self._count: int = before._count if before else 0
-        self._queues = _Queues()
+        self._queues = _Queues(pieces)
         self._call: list[int] | None = None  # outputs of the last call that live, until something else happens
         self._outputs: tuple[int, ...] = ()  # all of them, in the order of their making
         self.inside = dict[int, int]()  # bytes of what was allocated where nothing is noted, and lives
@@ -155,8 +166,7 @@ class EventWriter:
         self.kept.append(tuple(map(self._outputs.index, kept)))
         role, method = self.events[at].words
         self.events[at] = self.events[at]._replace(words=(role, method, str(len(kept))))
-        for number in kept:
-            self._queues.add(number, role)
+        self._queues.add_outputs(kept, role)
 
 
 # ---- names ----
@@ -544,7 +554,7 @@ def record_calls(
         for call in calls:
             for role in (role for role in pipe.components if role.endswith(_STATEFUL)):
                 setattr(copied, role, copy.deepcopy(getattr(pipe, role)))
-            recorder.script = recorder._trace = recorder.writer = EventWriter(recorder.writer)
+            recorder.script = recorder._trace = recorder.writer = EventWriter(recorder.writer, pieces)
             recorder.calls = []
             recorder.guesses.clear()
             recorder.recording.unmodelled.clear()
