@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from comfyui_calls import call_by_forward, call_by_forward_too, follow_chunks, follow_tiles, let_read
 from comfyui_code import import_comfyui
+from comfyui_prefix import ENOUGH, follow_prefix
 
 from vaemem.engine.configs import config_of
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch.loading import Undrawn, default_dtype
 
 FOLDER = Path(__file__).parent.parent / "vaemem" / "data" / "workflows"
-ENOUGH = 1 << 60  # bytes of free memory
 
 
 def read_row(name: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Workflow:
         denoisers: 2 if another one of that class does the second half of the steps, as with two sampler nodes in turn
         encoder: the text encoder's class, with "settings" and the type of its weights
         tokens_of: names of the lists of tokens that it gets, with their lengths, or 0 for the prompt's
-        template: the number of tokens before each prompt, which the encoder removes
+        template: the number of tokens before each prompt, which the encoder removes, or those of the system's message
         conditions: added to the prompts
         vae, audio_vae: keys and shapes by which ComfyUI recognises them; vae_name: the VAE's name here, if the C walk
             knows it
@@ -87,6 +87,8 @@ class Workflow:
         for module, method in ((self.transformer, "apply_model"), (self.text_encoder, "encode_token_weights")):
             call_by_forward(type(module), method)
         call_by_forward_too(type(self.transformer.diffusion_model), "preprocess_text_embeds")
+        for role in roles:
+            follow_prefix(getattr(self, role))
 
     @property
     def components(self) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from vaemem.pipelines.components import WORKFLOWS, is_vae
+
 pytestmark = pytest.mark.apps
 if "COMFYUI" not in os.environ:
     pytest.skip("COMFYUI names no folder of ComfyUI", allow_module_level=True)

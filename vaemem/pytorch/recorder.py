@@ -39,6 +39,10 @@ def _is_plain(func: Any) -> bool:
     return own or (func._schema.name.endswith("_") and torch.Tag.inplace_view in func.tags)
 
 
+# comfy-kitchen's norms with a scale and a shift for each image (`_adaln_impl` of its CUDA backend).
+_MODULATED = {"comfy_kitchen::adaln", "comfy_kitchen::rms_adaln"}
+
+
 # They copy an input that is not dense. The copy is counted if its rows are dense, as those of a video's frames.
 _UPSAMPLES = {aten.upsample_nearest2d, aten._upsample_nearest_exact2d}
 
@@ -208,6 +212,8 @@ class Recorder(TorchDispatchMode):
             return self._convolution(*args)
         if func is aten._safe_softmax.default:
             return self._safe_softmax(*args)
+        if func.name() in _MODULATED:
+            return self._modulated(func, *args, **kwargs)
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -330,6 +336,19 @@ class Recorder(TorchDispatchMode):
             masked = x == least
             rows = masked.new_empty([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)])
             return torch.where(rows, out.new_zeros(()), out)
+
+    def _modulated(self, func: Any, x: Any, scale: Any, shift: Any, eps: float) -> Any:
+        """Record a norm and its modulation in comfy-kitchen's kernel: dense copies of what is not dense, the output."""
+        given = [one for one in (x, scale, shift) if not one.is_contiguous()]
+        copies = [self.borrow(one.numel() * one.element_size(), "contiguous") for one in given]
+        with setting(self, _silent=True):
+            out = func(x, scale, shift, eps)
+        self.bind(out)
+        if any(one.numel() > one.shape[0] * one.shape[-1] for one in (scale, shift)):
+            self._count_unmodelled(str(func))  # the kernel may expand them
+        for number in reversed(copies):
+            self._trace.give(number)
+        return out
 
     def kernel(
         self, q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False
