@@ -202,6 +202,8 @@ def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> WorkflowReques
         raise ArgumentError("gpu", needed, repr(gpu.name), "ComfyUI chooses other types and sizes there")
     height, width = image_sides(given.height, given.width, known.stride, f" for {name}", known.most_side)
     asked = known.tokens if given.prompt_tokens is None else given.prompt_tokens
+    if not known.has_words and given.prompt_tokens is not None:
+        raise ArgumentError("prompt_tokens", f"None with {name}, which pads every prompt", str(given.prompt_tokens))
     for role in given.components or {}:
         choose("components", role, [role for role in known.parts if role != "vae"])
     batch = whole("batch", given.batch, most=MOST_BATCH)

@@ -184,6 +184,8 @@ class ComfyUIRun(PipelineRun):
 
     def call(self, role: str, method: str, given: int, kept: int, **sizes: int) -> Sequence[int]:
         self._now = phase_of(role, method) or self._now
+        if (role, self._now) == (ENCODERS, self._phase):
+            self._weights.begin_node(role)
         return super().call(role, method, given, kept, **sizes)
 
     def bring(self, role: str) -> None:
@@ -194,7 +196,8 @@ class ComfyUIRun(PipelineRun):
 
     def _end_phase(self) -> None:
         """End a node: it gives back the buffers of its streams, and empties PyTorch's cache."""
-        self._weights.end_phase(self._phase)
+        before = self._names[self._phase]  # phases of that name
+        self._weights.end_phase(f"{self._phase} {before + 1}" if before else self._phase)
         super()._end_phase()
         self.process.empty_cache()
 
@@ -209,6 +212,17 @@ class ComfyUIRun(PipelineRun):
         left = process.call(trace)
         process.count(flops=trace.flops, sent=sum(one.bytes for one in passing))
         return [left[id_] for id_ in sorted(left)]
+
+    def _encode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
+        """Play VAEEncode."""
+        part, process = self.parts["vae"], self.process
+        self.bring("vae")
+        vae = LoadedVAE(process, architecture(part.component), "comfyui", part.dtype, self._weights.held("vae"))
+        counts = vae_counts(part.component, "encode", part.dtype, h, w, batch=n, frames=f)
+        process.count(flops=counts[0], attended=counts[1], moved=counts[2])
+        frames = [f] if self.request.pipeline.frames else []
+        process.drop(process.encode(vae, process.tensor((n, 3, *frames, h, w), vae.dtype, "image", host=True)))
+        return ()
 
     def _decode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
         """Play VAEDecode or VAEDecodeTiled. If a whole decode runs out of memory, it decodes in tiles. given: the
@@ -283,6 +297,10 @@ class _Dynamic:
             self.run.process.hold_all(f"weights of {role}", small)
             self._forced[role] = self.staged[role].forced
 
+    def begin_node(self, role: str) -> None:
+        """Begin another node with the model of the last one, as for the second prompt."""
+        self._roles.append(role)
+
     def passing(self, role: str, sizes: Mapping[str, int]) -> Sequence[Passing]:
         return ()
 
@@ -298,9 +316,7 @@ class _Dynamic:
 
     def end_phase(self, name: str) -> None:
         held = max(0, self.run.process.peak_allocated - sum(self._forced.values()))
-        for role in self._roles:
-            nodes = 2 if role == ENCODERS and self.run.request.guided else 1  # one for each prompt
-            self._nodes += [(name, role, held)] * nodes
+        self._nodes += ((name, role, held) for role in self._roles)
         self._roles = []
 
     def finish(self) -> None:
@@ -393,6 +409,9 @@ class _Classic:
         gone = self.manager.load(self.models[role], both, one if role not in ("vae", ENCODERS) else None)
         self.free()
         self._left += (model.name for model in gone)
+
+    def begin_node(self, role: str) -> None:
+        """The second request for a model changes nothing."""
 
     def passing(self, role: str, sizes: Mapping[str, int]) -> Sequence[Passing]:
         """List the weights that come for a call of a model, on streams in turn."""
