@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from comfyui_workflow import Workflow, read_row
 
 import vaemem
-from vaemem.pipelines.components import WORKFLOWS
+from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.pytorch import predict_pipeline as predict_any
 
 SIDES, TOKENS, STEPS = (88, 56), 61, 3  # latents of the sides

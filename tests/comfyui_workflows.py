@@ -20,7 +20,8 @@ import comfy.model_detection
 import comfy.sd
 import torch
 
-from vaemem.pipelines.components import WORKFLOWS, is_vae, weights_of
+from vaemem.pipelines.components import is_vae, weights_of
+from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.pytorch import comfyui_vae
 
 PREFIX = "diffusion_model."

@@ -18,7 +18,8 @@ from vaemem import _core
 from vaemem._common import MIB
 from vaemem.pipelines.comfyui import Layer, ManagedModel, Manager
 from vaemem.pipelines.comfyui_run import CLASSIC, COMFYUI_OPTIONS, ENCODERS, NO, WHOLE, layers_of
-from vaemem.pipelines.components import WORKFLOWS, is_vae
+from vaemem.pipelines.components import is_vae
+from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.runtimes import architecture
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from test_comfyui import ask_comfyui, request_of
 
 from vaemem.pipelines.comfyui_dynamic import HEADROOM, PAGE_BYTES, least_free, page_nodes, stage_weights
 from vaemem.pipelines.comfyui_run import stage_part
-from vaemem.pipelines.components import WORKFLOWS
+from vaemem.pipelines.workflows import WORKFLOWS
 
 GOLDEN = Path(__file__).parent / "comfyui_decisions_dynamic_0.33.0.txt"
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from vaemem.pipelines.components import WORKFLOWS, is_vae
+from vaemem.pipelines.components import is_vae
+from vaemem.pipelines.workflows import WORKFLOWS
 
 pytestmark = pytest.mark.apps
 if "COMFYUI" not in os.environ:

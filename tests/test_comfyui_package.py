@@ -19,7 +19,8 @@ import engine
 import vaemem
 from vaemem.nodes import install_comfyui as install
 from vaemem.nodes import install_invokeai
-from vaemem.pipelines.components import PIPELINES, WORKFLOWS, weights_of
+from vaemem.pipelines.components import PIPELINES, weights_of
+from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch import comfyui_vae

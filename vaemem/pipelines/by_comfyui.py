@@ -24,13 +24,14 @@ from vaemem.pipelines.comfyui_run import (
     describe_decisions,
     plays_of,
 )
-from vaemem.pipelines.components import VAE_STRIDE, WORKFLOWS, is_vae, weights_of
+from vaemem.pipelines.components import VAE_STRIDE, is_vae, weights_of
 from vaemem.pipelines.phased import PlayedAnswer, as_far_as
 from vaemem.pipelines.pipeline_arguments import PipelineArguments, PlanArguments
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import find_frames, image_sides, is_tile
 from vaemem.pipelines.storage import stored
 from vaemem.pipelines.ways import PipelinePlan, runs_out
+from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.planned import Result, Way
 from vaemem.prediction.runtimes import architecture
 from vaemem.prediction.usual import BFLOAT16_SM

@@ -30,11 +30,12 @@ from vaemem.pipelines.comfyui import (
     estimate_denoiser,
 )
 from vaemem.pipelines.comfyui_dynamic import PAGE_BYTES, least_free, page_nodes, stage_weights
-from vaemem.pipelines.components import WORKFLOWS, Pipeline, vae_counts
+from vaemem.pipelines.components import Pipeline, vae_counts
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.pipelines.pipeline_run import PipelineRun
 from vaemem.pipelines.text import load_text, phase_of, play_text
+from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.held import LoadedVAE
 from vaemem.prediction.passing import BY_DIFFUSERS, Passing
 from vaemem.prediction.planned import Phase

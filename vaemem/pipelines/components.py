@@ -208,8 +208,6 @@ def pipeline_of(path: str, data: Mapping[str, Any]) -> Pipeline:
 
 
 PIPELINES = _Pipelines((name, Pipeline(**facts)) for name, facts in json.loads(shipped("pipelines.json")).items())
-# Of ComfyUI, under the names of the pipelines of diffusers with the same models.
-WORKFLOWS = {name: Pipeline(**facts) for name, facts in json.loads(shipped("workflows.json")).items()}
 
 
 def known_pipeline(argument: str, name: Any, among: Iterable[str] = ()) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Self
 from vaemem._common import DTYPES, flag, listed, meant, real, whole
 from vaemem._errors import ArgumentError, inside
 from vaemem.engine.limits import available_memory, parse_size
-from vaemem.pipelines.components import PIPELINES, WORKFLOWS, Pipeline
+from vaemem.pipelines.components import PIPELINES, Pipeline
 from vaemem.pipelines.ways import PipelinePlan, Room
 from vaemem.prediction.gpus import sold
 from vaemem.prediction.planned import Way
@@ -70,7 +70,11 @@ class PipelineArguments:
     @property
     def known(self) -> Pipeline:
         """The facts of the pipeline, or of ComfyUI's workflow, once it has its own name."""
-        return (WORKFLOWS if self.runtime == "comfyui" else PIPELINES)[self.pipeline]
+        if self.runtime != "comfyui":
+            return PIPELINES[self.pipeline]
+        from vaemem.pipelines.workflows import WORKFLOWS  # the page fetches their facts only then
+
+        return WORKFLOWS[self.pipeline]
 
     @functools.cached_property
     def card(self) -> Card:

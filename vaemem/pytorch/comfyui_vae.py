@@ -27,9 +27,10 @@ from vaemem.engine.arguments import Poll
 from vaemem.engine.configs import Arch
 from vaemem.engine.vae import VAE
 from vaemem.pipelines.comfyui_run import VAE_DTYPE
-from vaemem.pipelines.components import WORKFLOWS, is_vae, weights_of
+from vaemem.pipelines.components import is_vae, weights_of
 from vaemem.pipelines.predict_pipeline import predict_pipeline
 from vaemem.pipelines.programs import load_program
+from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.gpus import context_of
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.pytorch.decoding import attempt, describe_card
