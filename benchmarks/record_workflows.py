@@ -1,4 +1,4 @@
-"""Record ComfyUI's workflows from their rows, the files vaemem/data/workflows/*.json; and list the facts of all of them.
+"""Record ComfyUI's workflows from their rows, the files vaemem/data/workflows/*.json; and list the facts of all.
 
     COMFYUI=path python benchmarks/record_workflows.py [NAME ...]
 
