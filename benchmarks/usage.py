@@ -47,7 +47,8 @@ def read_uses() -> list[Use]:
     whole, uses = sum(count for _, count in rows), []
     for model, count in sorted(rows, key=lambda row: -row[1]):
         name = pipeline_of_model(model)
-        uses.append(Use(model, count / whole, name, name if name in NAMES else ""))
+        is_known = any(one in NAMES for one in name.split())  # one of its sizes, if it has several
+        uses.append(Use(model, count / whole, name, name if is_known else ""))
     return uses
 
 

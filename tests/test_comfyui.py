@@ -187,6 +187,12 @@ def test_without_smart_memory_models_leave_whole():
     assert whole.left["denoise"] == ["text_encoder"] and [*whole.placed["decode"]] == ["vae"]
 
 
+@pytest.mark.skipif("sd15" not in WORKFLOWS, reason="not recorded yet")
+def test_before_compute_capability_8_the_vae_is_in_float32():
+    assert predict("sd15", 512, 512, gpu="T4").request.part("vae").dtype == "float32"
+    assert predict("sd15", 512, 512, gpu="RTX 3060").request.part("vae").dtype == "bfloat16"
+
+
 def test_windows_reserves_more():
     here, windows = (predict(gpu="RTX 4060", offload=CLASSIC, os=os) for os in ("linux", "windows"))
     assert windows.placed["denoise"]["transformer"][0] < here.placed["denoise"]["transformer"][0]

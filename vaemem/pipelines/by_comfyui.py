@@ -18,7 +18,6 @@ from vaemem.pipelines.comfyui_run import (
     COMFYUI_OPTIONS,
     DYNAMIC,
     USUAL_TILE,
-    VAE_DTYPE,
     ComfyUIRun,
     WorkflowRequest,
     describe_decisions,
@@ -33,7 +32,7 @@ from vaemem.pipelines.storage import stored
 from vaemem.pipelines.ways import PipelinePlan, runs_out
 from vaemem.prediction.planned import Result, Way
 from vaemem.prediction.runtimes import architecture
-from vaemem.prediction.usual import BFLOAT16_SM
+from vaemem.prediction.usual import BFLOAT16_SM, usual_dtypes
 from vaemem.prediction.verdict import judge_played
 
 NAMES = WORKFLOWS
@@ -209,7 +208,7 @@ def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> WorkflowReques
         raise ArgumentError(
             "batch", f"at most {known.most_batch} with {name}: larger batches were not recorded", str(given.batch)
         )
-    parts = tuple(_part(role, component) for role, component in known.parts.items())
+    parts = tuple(_part(role, component, gpu.sm) for role, component in known.parts.items())
     guidance = (known.guides if given.guidance is None else given.guidance) and known.guides
     software = replace(given.software, allocator="cudaMallocAsync")
     return WorkflowRequest(
@@ -219,11 +218,16 @@ def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> WorkflowReques
     )  # fmt: skip
 
 
-def _part(role: str, component: str) -> Part:
-    """Store a model's weights in the type of its files."""
+def vae_dtype(component: str, sm: int) -> str:
+    """Return the type in which ComfyUI runs a VAE on a card of that compute capability."""
+    return usual_dtypes("comfyui", component, sm, False).dtype
+
+
+def _part(role: str, component: str, sm: int) -> Part:
+    """Store a model's weights in the type of its files, and a VAE's in the one that ComfyUI chooses for the card."""
     weights: Iterable[Sequence[Any]]
     if is_vae(component):
-        weights, dtype = _core.Trace.parameters(architecture(component), "comfyui"), VAE_DTYPE
+        weights, dtype = _core.Trace.parameters(architecture(component), "comfyui"), vae_dtype(component, sm)
     else:
         weights, dtype = weights_of(component), programs.load_program(component).dtypes[0]
     return Part(role, component, dtype, tuple(stored(weights, dtype, "all", dtype)))

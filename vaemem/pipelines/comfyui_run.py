@@ -47,7 +47,6 @@ ENCODERS = "text_encoder"  # the role of all text encoders together, which are o
 DYNAMIC, CLASSIC, NO, WHOLE = "none", "--disable-dynamic-vram", "--novram", "--disable-smart-memory"
 COMFYUI_OPTIONS = (DYNAMIC, CLASSIC, NO, WHOLE)  # none: without an option
 # ComfyUI reads WHOLE with either manager; here it goes with the classic one, which it changes.
-VAE_DTYPE = "bfloat16"  # of a VAE's weights, on the cards here
 USUAL_TILE = 512  # pixels of a tile's side by default
 _FALLBACK = 64, 256  # after a decode ran out of memory: latents of a tile's side; pixels for a VAE of videos, or more
 _PLAYED_STEPS = 3  # of a denoiser by the dynamic manager; further steps send as much as the last one
