@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -192,7 +193,8 @@ class ComfyUIRun(PipelineRun):
 
     def _end_phase(self) -> None:
         """End a node: it gives back the buffers of its streams, and empties PyTorch's cache."""
-        self._weights.end_phase(self._phase)
+        number = self._names[self._phase] + 1
+        self._weights.end_phase(f"{self._phase} {number}" if number > 1 else self._phase)
         super()._end_phase()
         self.process.empty_cache()
 
@@ -204,6 +206,18 @@ class ComfyUIRun(PipelineRun):
         left = process.call(trace)
         process.count(flops=trace.flops, sent=sum(one.bytes for one in passing if one.name != "copy"))
         return [left[id_] for id_ in sorted(left)]
+
+    def _encode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
+        """Play VAEEncode. given: the picture on the card, which the trace has, too."""
+        part, process = self.parts["vae"], self.process
+        self.free(given)
+        self._returned = given
+        self.bring("vae")
+        vae = LoadedVAE(process, architecture(part.component), "comfyui", part.dtype, self._weights.held("vae"))
+        flops, attended, moved = vae_counts(part.component, "encode", part.dtype, h, w, batch=n, frames=f)
+        process.count(flops=flops, attended=attended, moved=moved)
+        process.drop(process.encode(vae, process.tensor((n, 3, h, w), vae.dtype, "image", host=True)))
+        return ()
 
     def _decode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
         """Play VAEDecode or VAEDecodeTiled. If a whole decode runs out of memory, it decodes in tiles. given: the
@@ -268,6 +282,7 @@ class _Dynamic:
         self._forced: dict[str, int] = {}  # bytes of small weights, by role
         self._nodes: list[tuple[str, str, int]] = []  # phase, role, and PyTorch's bytes besides small weights
         self._roles: list[str] = []  # of the phase
+        self._calls = Counter[str]()  # of the phase, by role
 
     def load(self, role: str) -> None:
         """Stage a model: its small weights come to the card."""
@@ -279,6 +294,7 @@ class _Dynamic:
             self._forced[role] = self.staged[role].forced
 
     def passing(self, role: str, sizes: Mapping[str, int]) -> Sequence[Passing]:
+        self._calls[role] += 1
         return ()
 
     def held(self, role: str) -> Sequence[int]:
@@ -294,9 +310,9 @@ class _Dynamic:
     def end_phase(self, name: str) -> None:
         held = max(0, self.run.process.peak_allocated - sum(self._forced.values()))
         for role in self._roles:
-            nodes = 2 if role == ENCODERS and self.run.request.guided else 1  # one for each prompt
-            self._nodes += [(name, role, held)] * nodes
+            self._nodes += [(name, role, held)] * (self._calls[role] if role == ENCODERS else 1)  # one for each prompt
         self._roles = []
+        self._calls.clear()
 
     def finish(self) -> None:
         """Place the pages of all nodes."""
