@@ -72,7 +72,7 @@ class ComfyUIPrediction(PlayedAnswer):
     --------
     >>> p = predict_pipeline("zimage-turbo", 1024, 1024, gpu="RTX 4060", runtime="comfyui")
     >>> p.verdict, p.placed["denoise"]["transformer"], p.paged["denoise"]
-    ('fits', (..., 12309817088), (..., ...))
+    ('fits', (..., 12309821472), (..., ...))
     """
 
     _outside = "pages of weights"
