@@ -129,7 +129,7 @@ def layers_of(weights: Sequence[tuple[str, int]], copied: int = 0) -> tuple[list
     converted: dict[str, int] = {}
     plain = plain_layers(name for name, _ in weights)
     for name, size in weights:
-        if _NOT_SAVED.match(name):
+        if _NOT_SAVED.search(name):
             continue
         owner, _, own = name.rpartition(".")
         owned[owner] = owned.get(owner, 0) + size
