@@ -34,23 +34,26 @@ def weights_of(phase):
 
 
 def main(name):
-    known, row = WORKFLOWS[name], read_row(name)
+    known, workflow = WORKFLOWS[name], Workflow(read_row(name))
     height, width = (side * known.factor for side in SIDES)
     tokens = TOKENS if known.has_words else known.tokens
     asked = {"height": height, "width": width, "num_inference_steps": STEPS, "max_sequence_length": tokens}
-    video = {"frames": known.frames} if known.frames else {}
-    asked |= {"num_frames": known.frames} if video else {}
+    asked |= {"num_frames": known.frames} if known.frames else {}
     asked |= {"negative_prompt": "a"} if known.guides else {}
-    own = predict_any(Workflow(row), gpu="H200", prepare=to_card, **asked, **row["call"])
+    own = predict_any(workflow, gpu="H200", prepare=to_card, **asked, **workflow.row["call"])
     ours = vaemem.predict_pipeline(
-        name, height, width, gpu="H200", runtime="comfyui", prompt_tokens=tokens, steps=STEPS, **video
-    )
+        name, height, width, gpu="H200", runtime="comfyui", prompt_tokens=tokens, steps=STEPS,
+        frames=known.frames or None,
+    )  # fmt: skip
+    v = ours.request.variables
+    latents = 4 * workflow.latent_format.latent_channels * v["f"] * v["h"] * v["w"]
     loaded = min(sum(weights_of(phase)) for phase in own.phases)  # copies of weights in another type count, too
     for phase, real in zip(ours.phases, own.phases, strict=True):
         assert phase.name == real.name
         found = bytes_of(phase) - sum(weights_of(phase)), bytes_of(real) - loaded
         print(name, phase.name, "bytes besides weights, vaemem's and ComfyUI's:", *found)
-        assert found[0] == found[1]
+        # A recording keeps the latents in float32, which Python frees sooner if it collects a cycle of objects.
+        assert 0 <= found[0] - found[1] <= (latents if phase.kind == "decode" else 0)
 
 
 if __name__ == "__main__":

@@ -256,10 +256,8 @@ def test_whole_workflows(comfyui):
     """ComfyUI's models of known files are recognised, with the VAE that belongs to them."""
     found = [line.split() for line in comfyui.python(str(HERE / "comfyui_workflows.py")).splitlines()]
     assert {name for name, *_ in found} == {name for name, known in WORKFLOWS.items() if is_vae(known.parts["vae"])}
-    for name, other, run in found:
-        assert (
-            run.split("-")[0] == name.split("-")[0] if name == other else run == "sampler"
-        )  # turbo's shapes are equal
+    for name, other, run in found:  # a turbo model's shapes are equal
+        assert run.split("-")[0] == (name.split("-")[0] if name == other else "sampler")
 
 
 def test_the_registry_reads_the_package(comfyui):

@@ -18,7 +18,6 @@ from vaemem.pipelines.comfyui_run import (
     COMFYUI_OPTIONS,
     DYNAMIC,
     USUAL_TILE,
-    VAE_DTYPE,
     ComfyUIRun,
     WorkflowRequest,
     describe_decisions,
@@ -34,7 +33,7 @@ from vaemem.pipelines.ways import PipelinePlan, runs_out
 from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.planned import Result, Way
 from vaemem.prediction.runtimes import architecture
-from vaemem.prediction.usual import BFLOAT16_SM
+from vaemem.prediction.usual import BFLOAT16_SM, usual_dtypes
 from vaemem.prediction.verdict import judge_played
 
 NAMES = WORKFLOWS
@@ -74,7 +73,7 @@ class ComfyUIPrediction(PlayedAnswer):
     --------
     >>> p = predict_pipeline("zimage-turbo", 1024, 1024, gpu="RTX 4060", runtime="comfyui")
     >>> p.verdict, p.placed["denoise"]["transformer"], p.paged["denoise"]
-    ('fits', (..., 12309817088), (..., ...))
+    ('fits', (..., 12309821472), (..., ...))
     """
 
     _outside = "pages of weights"
@@ -213,7 +212,7 @@ def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> WorkflowReques
             "batch", f"at most {known.most_batch} with {name}: larger batches were not recorded", str(given.batch)
         )
     types = given.components or {}
-    parts = tuple(_part(role, component, types.get(role)) for role, component in known.parts.items())
+    parts = tuple(_part(role, component, types.get(role), gpu.sm) for role, component in known.parts.items())
     guidance = (known.guides if given.guidance is None else given.guidance) and known.guides
     software = replace(given.software, allocator="cudaMallocAsync")
     return WorkflowRequest(
@@ -223,11 +222,18 @@ def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> WorkflowReques
     )  # fmt: skip
 
 
-def _part(role: str, component: str, given: Any) -> Part:
-    """Store a model's weights in the type of its files, or in float8, as "Load Diffusion Model" can cast them."""
+def vae_dtype(component: str, sm: int) -> str:
+    """Return the type in which ComfyUI runs a VAE on a card of that compute capability."""
+    return usual_dtypes("comfyui", component, sm, False).dtype
+
+
+def _part(role: str, component: str, given: Any, sm: int) -> Part:
+    """Store a model's weights in the type of its files, or in float8, as "Load Diffusion Model" can cast them; and a
+    VAE's in the one that ComfyUI chooses for the card."""
     if is_vae(component):
         weights: Iterable[Sequence[Any]] = _core.Trace.parameters(architecture(component), "comfyui")
-        return Part(role, component, VAE_DTYPE, tuple(stored(weights, VAE_DTYPE, "all", VAE_DTYPE)))
+        dtype = vae_dtype(component, sm)
+        return Part(role, component, dtype, tuple(stored(weights, dtype, "all", dtype)))
     dtype = programs.load_program(component).dtypes[0]
     type = dtype if given is None else meant(f"components[{role!r}]", given, (dtype, "fp8"))
     return Part(role, component, dtype, tuple(stored(weights_of(component), type, "all", dtype)))

@@ -49,7 +49,6 @@ ENCODERS = "text_encoder"  # the role of all text encoders together, which are o
 DYNAMIC, CLASSIC, NO, WHOLE = "none", "--disable-dynamic-vram", "--novram", "--disable-smart-memory"
 COMFYUI_OPTIONS = (DYNAMIC, CLASSIC, NO, WHOLE)  # none: without an option
 # ComfyUI reads WHOLE with either manager; here it goes with the classic one, which it changes.
-VAE_DTYPE = "bfloat16"  # of a VAE's weights, on the cards here
 USUAL_TILE = 512  # pixels of a tile's side by default
 _FALLBACK = 64, 256  # after a decode ran out of memory: latents of a tile's side; pixels for a VAE of videos, or more
 _PLAYED_STEPS = 3  # of a denoiser by the dynamic manager; further steps send as much as the last one
@@ -131,7 +130,7 @@ def layers_of(weights: Sequence[tuple[str, int]], copied: int = 0) -> tuple[list
     converted: dict[str, int] = {}
     plain = plain_layers(name for name, _ in weights)
     for name, size in weights:
-        if _NOT_SAVED.match(name):
+        if _NOT_SAVED.search(name):
             continue
         owner, _, own = name.rpartition(".")
         owned[owner] = owned.get(owner, 0) + size
@@ -197,8 +196,8 @@ class ComfyUIRun(PipelineRun):
 
     def _end_phase(self) -> None:
         """End a node: it gives back the buffers of its streams, and empties PyTorch's cache."""
-        before = self._names[self._phase]  # phases of that name
-        self._weights.end_phase(f"{self._phase} {before + 1}" if before else self._phase)
+        number = self._names[self._phase] + 1
+        self._weights.end_phase(f"{self._phase} {number}" if number > 1 else self._phase)
         super()._end_phase()
         self.process.empty_cache()
 
@@ -215,12 +214,14 @@ class ComfyUIRun(PipelineRun):
         return [left[id_] for id_ in sorted(left)]
 
     def _encode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
-        """Play VAEEncode."""
+        """Play VAEEncode. given: the picture on the card, which the trace has, too."""
         part, process = self.parts["vae"], self.process
+        self.free(given)
+        self._returned = given
         self.bring("vae")
         vae = LoadedVAE(process, architecture(part.component), "comfyui", part.dtype, self._weights.held("vae"))
-        counts = vae_counts(part.component, "encode", part.dtype, h, w, batch=n, frames=f)
-        process.count(flops=counts[0], attended=counts[1], moved=counts[2])
+        flops, attended, moved = vae_counts(part.component, "encode", part.dtype, h, w, batch=n, frames=f)
+        process.count(flops=flops, attended=attended, moved=moved)
         frames = [f] if self.request.pipeline.frames else []
         process.drop(process.encode(vae, process.tensor((n, 3, *frames, h, w), vae.dtype, "image", host=True)))
         return ()

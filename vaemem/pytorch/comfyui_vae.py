@@ -26,12 +26,12 @@ from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
 from vaemem.engine.configs import Arch
 from vaemem.engine.vae import VAE
-from vaemem.pipelines.comfyui_run import VAE_DTYPE
+from vaemem.pipelines.by_comfyui import vae_dtype
 from vaemem.pipelines.components import is_vae, weights_of
 from vaemem.pipelines.predict_pipeline import predict_pipeline
 from vaemem.pipelines.programs import load_program
 from vaemem.pipelines.workflows import WORKFLOWS
-from vaemem.prediction.gpus import context_of
+from vaemem.prediction.gpus import context_of, find_gpu
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.pytorch.decoding import attempt, describe_card
 from vaemem.pytorch.free_memory import count_bytes, first_line, free_cache, release
@@ -311,6 +311,8 @@ def _workflow_of(vae: Any, arch: Arch, model: Any) -> dict[str, Any]:
     held = model.model.diffusion_model.state_dict()
     shapes = {f"diffusion_model.{name}": tuple(one.shape) for name, one in held.items()}
     decoder = tuple(_core.Trace.parameters(dict(arch), "diffusers"))
+    card = describe_card(vae.device)
+    sm = find_gpu(card["gpu"], card["memory"]).sm if card else 0
     for name, kind in WORKFLOWS.items():
         recorded, known_vae = load_program(kind.parts[kind.denoiser]), kind.parts["vae"]
         known = {one.name: one.shape for one in recorded.weights if one.name.startswith("diffusion_model.")}
@@ -319,7 +321,7 @@ def _workflow_of(vae: Any, arch: Arch, model: Any) -> dict[str, Any]:
         types = _name_type(model.model.get_dtype()), _name_type(vae.vae_dtype)
         is_cast = model.model.manual_cast_dtype is not None
         # On the CPU ComfyUI has other types than on a card.
-        if not describe_card(vae.device) or (types == (recorded.dtypes[0], VAE_DTYPE) and not is_cast):
+        if not card or (types == (recorded.dtypes[0], vae_dtype(known_vae, sm)) and not is_cast):
             return {"pipeline": name}
     return {}
 
