@@ -255,7 +255,7 @@ def test_a_workflow_has_an_answer(name):
         ("vae", {"vae": "tiled 100"}),
         ("vae", {"vae": "tiled \u0665\u0661\u0662"}),
         ("image", {"image": True}),
-        ("components", {"components": {"transformer": "fp8"}}),
+        ("components['transformer']", {"components": {"transformer": "nf4"}}),
         ("dtype", {"dtype": "float16"}),
         ("gpu", {"gpu": "GTX 1650"}),
         ("gpu", {"gpu": "T4"}),
@@ -302,3 +302,16 @@ def test_the_golden_file_is_comfyuis():
     if os.environ.get("VAEMEM_GOLDEN") == "1":
         GOLDEN.write_text(printed, "utf-8")
     assert printed == GOLDEN.read_text("utf-8")
+
+
+def test_float8_halves_what_is_sent_and_copies_each_weight_for_its_call():
+    """As weight_dtype fp8_e4m3fn of Load Diffusion Model: all weights have one byte, biases and norms too."""
+    half, one = (
+        predict("zimage-turbo", 1024, gpu="RTX 4060", components=types) for types in (None, {"transformer": "fp8"})
+    )
+    assert 2 * one.parts["transformer"].nbytes == pytest.approx(half.parts["transformer"].nbytes, rel=1e-5)
+    assert 2 * one.paged["denoise"][0] == pytest.approx(half.paged["denoise"][0], rel=1e-3)
+    assert one.paged["denoise"][1] < half.paged["denoise"][1]
+    copies = one.parts["transformer"].passing_copies()
+    assert sum(copy.bytes for copy in copies) == pytest.approx(half.parts["transformer"].nbytes, rel=1e-5)
+    assert not half.parts["transformer"].passing_copies()
