@@ -44,7 +44,10 @@ def let_read(file: Any, numbers: Sequence[float]) -> None:
 def follow_chunks(vae: torch.nn.Module) -> None:
     """Let a VAE's encoder and decoder return what they leave for the next chunk. Wan's VAEs lengthen their latents, and
     those of 2.2 the video, chunk by chunk; here the chunks are joined once, which takes as much at most."""
-    kinds = {"comfy.ldm.wan.vae": {"encode": _encode_wan}, "comfy.ldm.wan.vae2_2": {"decode": _decode_wan22}}
+    kinds: dict[str, dict[str, Any]] = {
+        "comfy.ldm.wan.vae": {"encode": _encode_wan},
+        "comfy.ldm.wan.vae2_2": {"decode": _decode_wan22},
+    }
     if own := kinds.get(type(vae).__module__):
         vae.__class__ = type(type(vae).__name__, (type(vae),), own)
     for coder in vae.children():

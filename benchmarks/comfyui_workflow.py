@@ -60,6 +60,9 @@ class Workflow:
         reads: numbers that files of ComfyUI read from tensors in turn, which only a real run has
     """
 
+    transformer: Any
+    vae: Any
+
     def __init__(self, row: Mapping[str, Any]):
         comfy = _imported()
         self.row, self.scheduler = row, Steps()
@@ -171,7 +174,7 @@ class Workflow:
     def _latents(self, images: int, frames: int, height: int, width: int) -> Any:
         """Return empty latents in the host's memory, as the Empty Latent nodes make them."""
         kind, side = self.latent_format, self.latent_format.spacial_downscale_ratio
-        sizes = height // side, width // side
+        sizes: tuple[int, ...] = (height // side, width // side)
         if kind.latent_dimensions == 3:
             sizes = (frames - 1) // kind.temporal_downscale_ratio + 1, *sizes
         return torch.zeros(images, kind.latent_channels, *sizes)
