@@ -14,7 +14,7 @@ SIZES = [(1, 1, 64, 64), (3, 1, 76, 132), (2, 1, 128, 96)]  # of latents: images
 VIDEOS = [(1, 5, 32, 32), (1, 1, 40, 64), (1, 9, 60, 104)]
 WORKFLOWS = {
     **dict.fromkeys(("sd15", "sdxl", "flux", "qwen-image", "flux2", "zimage-turbo", "krea2-turbo"), SIZES),
-    "wan2.1-1.3b": VIDEOS,
+    "wan-1.3b": VIDEOS,
 }
 DECODED = {"sdxl": "sdxl", "flux": "flux", "qwen-image": "qwen-image", "flux2": "flux2-small"}  # workflows, their VAEs
 DECODES = [(1, 64, 48, 0), (2, 40, 66, 0), (3, 34, 20, 0), (1, 80, 144, 512)]  # (images, height, width, tile's pixels)
