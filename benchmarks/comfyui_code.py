@@ -67,6 +67,7 @@ def import_comfyui() -> Any:
     manager.is_nvidia = lambda: True
     for kind in ("fp8", "nvfp4", "mxfp8"):
         setattr(manager, f"supports_{kind}_compute", lambda *_: False)
+    manager.should_use_bf16 = lambda *_, **__: True
     manager.MIN_WEIGHT_MEMORY_RATIO = 0.0  # an NVIDIA card's
     manager.soft_empty_cache = lambda *_: None
     return manager

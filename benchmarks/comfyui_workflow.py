@@ -20,6 +20,7 @@ import torch
 from comfyui_calls import call_by_forward, call_by_forward_too, follow_chunks, follow_tiles, let_read
 from comfyui_code import import_comfyui
 from comfyui_prefix import ENOUGH, follow_prefix
+from comfyui_tokens import Tokens
 
 from vaemem.engine.configs import config_of
 from vaemem.prediction.runtimes import architecture
@@ -49,10 +50,11 @@ class Workflow:
         denoisers: 2 if another one of that class does the second half of the steps, as with two sampler nodes in turn
         encoder: the text encoder's class, with "settings" and the type of its weights
         tokens_of: names of the lists of tokens that it gets, with their lengths, or 0 for the prompt's
+        least_tokens: a prompt is padded on the left to this many tokens
         template: the number of tokens before each prompt, which the encoder removes, or those of the system's message
         conditions: added to the prompts
-        vae, audio_vae: keys and shapes by which ComfyUI recognises them; vae_name: the VAE's name here, if the C walk
-            knows it
+        vae, audio_vae: keys and shapes by which ComfyUI recognises them, with the "metadata" of their files; vae_name:
+            the VAE's name here, if the C walk knows it
         nodes: classes of nodes that run before the sampler, each with names of what it "gives". It gets what has its
             parameters' names, or the names of "with"
         after: such nodes that run after the sampler
@@ -76,7 +78,8 @@ class Workflow:
                 setattr(self, role, model.get_model({}, device="meta"))
             kind, dtype = resolve_name(row["encoder"]), getattr(torch, row["encoder_dtype"])
             self.text_encoder = kind(device="meta", dtype=dtype, **_settings(row.get("settings", {})))
-        self._vaes = {role: _make_vae(row[role], row[f"{role}_dtype"]) for role in ("vae", "audio_vae") if role in row}
+        made = ((role, row[role], row[f"{role}_dtype"]) for role in ("vae", "audio_vae") if role in row)
+        self._vaes = {role: _make_vae(shapes, dtype, row.get("metadata")) for role, shapes, dtype in made}
         for role, vae in self._vaes.items():
             setattr(self, role, vae.first_stage_model)
             vae.first_stage_model = vae.patcher = None
@@ -101,6 +104,12 @@ class Workflow:
     def decoder(self) -> Any:
         """ComfyUI's object around the VAE, which has its estimates."""
         return self._vaes["vae"]
+
+    @property
+    def usage(self) -> float:
+        """The factor of the denoiser's estimate. The sampler packs videos with sound: they have one channel."""
+        channels = self.latent_format.latent_channels if "audio_vae" in self._vaes else 1
+        return float(self.transformer.memory_usage_factor) * channels
 
     def set_progress_bar_config(self, **_: Any) -> None:
         """ComfyUI shows none without its server."""
@@ -180,24 +189,12 @@ class Workflow:
         return torch.zeros(images, kind.latent_channels, *sizes)
 
 
-class Tokens:
-    """Takes the place of a tokenizer: a prompt has a number of tokens, and those of the template and of pictures."""
-
-    def __init__(self, row: Mapping[str, Any], length: int):
-        self._lengths = {name: count or length for name, count in row["tokens_of"].items()}
-        self._before = _template(row.get("template", 0))
-
-    def tokenize_with_weights(self, text: str, return_word_ids: bool = False, images: Any = (), **_: Any) -> Any:
-        seen = [{"type": "image", "data": image, "original_type": "image"} for image in images]
-        lists = {name: [*self._before, *seen, *[1000] * length] for name, length in self._lengths.items()}
-        return {name: [[(one, 1.0) for one in tokens]] for name, tokens in lists.items()}
-
-
-def _make_vae(shapes: Mapping[str, Sequence[int]], dtype: str) -> Any:
-    """Let ComfyUI make the VAE that has these weights."""
+def _make_vae(shapes: Mapping[str, Sequence[int]], dtype: str, metadata: Any = None) -> Any:
+    """Let ComfyUI make the VAE that has these weights. metadata: the config in the file of the weights"""
+    about = {"config": json.dumps(metadata)} if metadata else None
     with Undrawn(), torch.device("meta"):
         state = {name: torch.empty(shape) for name, shape in shapes.items()}
-        vae = _imported().sd.VAE(sd=state, device=torch.device("cpu"), dtype=getattr(torch, dtype))
+        vae = _imported().sd.VAE(sd=state, device=torch.device("cpu"), dtype=getattr(torch, dtype), metadata=about)
     vae.first_stage_model = vae.first_stage_model.to(getattr(torch, dtype))
     return vae
 
@@ -211,16 +208,14 @@ def _run_nodes(nodes: Sequence[Mapping[str, Any]], known: dict[str, Any]) -> Non
         known |= zip(node["gives"], execute(**given).args, strict=False)
 
 
-def _template(count: int) -> list[int]:
-    """Return Qwen's tokens before a prompt: <|im_start|>, those of the system's message, <|im_start|>user and a new
-    line."""
-    return [151644, *[1000] * (count - 4), 151644, 872, 198] if count else []
-
-
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an encoder's settings, with types and classes in place of their names."""
+    """Return an encoder's settings, with types and classes in place of their names. A list names a function, whose
+    result it stands for, and what that gets."""
 
     def read(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            make, *of = map(resolve_name, value)
+            return make(*of)
         if name.startswith("dtype"):
             return getattr(torch, value)
         return resolve_name(value) if isinstance(value, str) and ":" in value else value
@@ -246,5 +241,6 @@ def _imported() -> Any:
     logging.disable()
     comfy.supported_models_base.BASE.__deepcopy__ = lambda self, memo: self
     manager.load_models_gpu = lambda *_, **__: None
+    manager.get_total_memory = lambda *_, **__: ENOUGH
     manager.get_free_memory = lambda *_, torch_free_too=False: (ENOUGH, 0) if torch_free_too else ENOUGH
     return comfy
