@@ -52,6 +52,7 @@ def test_a_recording_is_of_its_row(name):
         ("lcm", "unet", 0.86), ("flux-control", "transformer", 11.9), ("cogview4", "transformer", 6.4),
         ("sana-sprint-1.6b", "transformer", 1.6),
         ("ernie-image", "transformer", 8.0), ("hunyuan-dit", "transformer", 1.5),
+        ("ovis-image", "transformer", 7.37),
         ("ltx-0.9.5", "transformer", 1.92),
     ],
 )  # fmt: skip
