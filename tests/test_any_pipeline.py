@@ -127,6 +127,7 @@ def test_contents_follow_until_they_are_unknown():
         row += 10
         assert x.tolist() == [[0, 1, 2], [13, 14, 15]] and int(x[1, 2]) == 15
         assert (x == 14).nonzero().tolist() == [[1, 1]] and x[x > 2].shape == (3,)
+        assert torch.tensor([x[0, 1], 7], device="cuda").tolist() == [1, 7]
         assert x.cpu().sum().item() == 45 and not hasattr(x.cpu(), "fake_mode")
         x.copy_(torch.randint(9, (2, 3), device="cuda"))
         assert recorder.contents(row) is None and not recorder.guesses

@@ -51,7 +51,9 @@ def test_a_recording_is_of_its_row(name):
         ("wan2.1-i2v", "transformer", 16.4), ("ltx2.5", "text_encoder", 12.0),
         ("lcm", "unet", 0.86), ("flux-control", "transformer", 11.9), ("cogview4", "transformer", 6.4),
         ("sana-sprint-1.6b", "transformer", 1.6),
-        ("ernie-image", "transformer", 8.0),
+        ("ernie-image", "transformer", 8.0), ("hunyuan-dit", "transformer", 1.5),
+        ("ovis-image", "transformer", 7.37),
+        ("ltx-0.9.5", "transformer", 1.92),
     ],
 )  # fmt: skip
 def test_numbers_of_parameters_are_the_published_ones(name, role, billions):

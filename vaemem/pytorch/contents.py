@@ -145,6 +145,8 @@ class PythonCalls(Eager):
             return _NUMBERS[func](self._contents.read(args[0]))
         if func in (torch.Tensor.numpy, torch.Tensor.tolist):
             return func(self._contents.numbers(args[0]), *args[1:], **kwargs)
+        if func is torch.tensor and not isinstance(args[0], torch.Tensor):  # which reads each tensor in a list
+            args = map_leaves(lambda x: self._contents.read(x) if isinstance(x, FakeTensor) else x, args)
         return super().__torch_function__(func, types, args, kwargs)
 
 
