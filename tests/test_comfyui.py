@@ -243,6 +243,9 @@ def test_a_workflow_has_an_answer(name):
     kinds = [phase.kind for phase in p.phases]
     assert {"denoise", "decode"} <= {*kinds} and p.fits and p.least < p.peak
     assert all(took > 0 for _, took in p.estimates.values()) and all("  " not in note for note in p.notes)
+    most = WORKFLOWS[name].most_batch or 4
+    peaks = [predict(name, 512, 768, images, gpu="H200").estimates["denoise"][1] for images in range(1, most + 1)]
+    assert peaks == sorted(peaks)
 
 
 @pytest.mark.parametrize(

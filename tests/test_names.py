@@ -162,12 +162,12 @@ def test_a_refusal_names_a_command_that_works(name, vae, capsys):
 
 
 def test_refusals_list_the_names_of_the_runtime():
-    for runtime in ("sd.cpp", "comfyui"):
+    for runtime, known, missing in (("sd.cpp", "sdxl", "wan-14b"), ("comfyui", "zimage-turbo", "kolors")):
         with refused("pipeline", "'vqgan'") as unknown:
             predict_pipeline("vqgan", 512, 512, runtime=runtime)
-        with refused("pipeline", "'wan-14b'") as other:
-            vaemem.plan_pipeline("wan-14b", 512, 512, runtime=runtime)
-        assert "sdxl" in unknown.value.wanted and "wan" not in unknown.value.wanted + other.value.wanted
+        with refused("pipeline", f"'{missing}'") as other:
+            vaemem.plan_pipeline(missing, 512, 512, runtime=runtime)
+        assert known in unknown.value.wanted and missing not in unknown.value.wanted + other.value.wanted
         assert "runtime='diffusers' predicts it" in str(other.value)
     with refused("pipeline", "'Wan 2.1'") as several:
         predict_pipeline("Wan 2.1", 480, 832, frames=81)

@@ -20,7 +20,7 @@ def test_the_share_of_uses_that_are_known(program, least):
 
 def test_models_with_and_without_a_pipeline(capsys):
     found = {use.model: use for use in usage.read_uses()}
-    assert found["MiniMax H3"].diffusers == "minimax-h3" and not found["MiniMax H3"].comfyui
+    assert found["MiniMax H3"].diffusers == found["MiniMax H3"].comfyui == "minimax-h3"
     assert "wan-14b" in found["Wan"].diffusers  # its size is asked for
     assert found["SDXL"].comfyui == "sdxl" and not found["Real-ESRGAN"].diffusers
     assert {use.diffusers for use in found.values() if " " not in use.diffusers} <= {*PIPELINES, ""}

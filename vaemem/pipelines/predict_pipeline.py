@@ -96,10 +96,10 @@ def predict_pipeline(
         ``"--offload-to-cpu --diffusion-fa"``. These choose the VAE's convolution. Otherwise, without ``"direct"``, the
         answer covers both: by im2col, as without ``--vae-conv-direct``, and directly.
 
-        For ComfyUI, `offload` is ``"none"``, or the option ``"--lowvram"``, ``"--novram"`` or
+        For ComfyUI, `offload` is ``"none"``, or the option ``"--disable-dynamic-vram"``, ``"--novram"`` or
         ``"--disable-smart-memory"``; its manager decides the rest. `vae` is ``"whole"``, which falls back to tiles, or
-        ``"tiled"``, also with a side. `components` may have a type for ``"vae"``. sd15, sdxl, flux, flux-schnell,
-        qwen-image, flux2, zimage and zimage-turbo are known.
+        ``"tiled"``, also with a side. `components` and `dtype` do not apply. vaemem/data/workflows.json lists the known
+        workflows.
 
     Returns
     -------

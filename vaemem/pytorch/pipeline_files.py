@@ -368,7 +368,7 @@ class _Recorded(NamedTuple):
 
     vaes: VAEs that the C walk plays
     labels: of a role's calls
-    batched: roles whose first tensor has the images, or the prompts, of a call as its first dimension
+    batched: roles and labels of calls whose first tensor has the images, or the prompts, as its first dimension
     pieces: as of `_Calls`
     most_calls: of a component's method that are recorded; the others have the same code
     """
@@ -377,7 +377,7 @@ class _Recorded(NamedTuple):
     checked: Sequence[tuple[dict[str, int], RecordedCall]]
     vaes: Mapping[str, Any]
     labels: Mapping[str, Sequence[str]]
-    batched: Collection[str]
+    batched: Collection[tuple[str, str]]
     pieces: Collection[str] = ()
     most_calls: int = _MOST_CALLS
 
@@ -387,7 +387,7 @@ class _Recorded(NamedTuple):
         if role in self.vaes:
             ((_, (n, _, *frames, h, w)), *_) = shapes
             return {"n": n, "f": frames[0] if frames else 1, "h": h, "w": w}
-        n = shapes[0][1][0] if role in self.batched else at["n"]
+        n = shapes[0][1][0] if (role, label) in self.batched else at["n"]
         times = dict(shapes).get("timestep", ())
         found = {name: at[name] for name in "hwfaptg"}
         if role in self.pieces and len(shapes[0][1]) == 5:
@@ -415,17 +415,17 @@ class _Recorded(NamedTuple):
         return found
 
 
-def _find_batched(calls: Sequence[tuple[Values, RecordedCall]]) -> set[str]:
-    """Name the roles whose first tensor begins with a number of images: as many as there are pictures, two or three
-    times as many, or always the same number."""
-    first = dict[str, list[tuple[int, int]]]()
+def _find_batched(calls: Sequence[tuple[Values, RecordedCall]]) -> set[tuple[str, str]]:
+    """Return the roles and labels of calls whose first tensor begins with a number of images: as many as there are
+    pictures, two or three times as many, or always the same number."""
+    first = dict[tuple[str, str], list[tuple[int, int]]]()
     for at, call in calls:
         for called in call.calls:
-            shapes = called.shapes
-            first.setdefault(called.role, []).append((at["n"], shapes[0][1][0] if shapes and shapes[0][1] else 0))
+            count = called.shapes[0][1][0] if called.shapes and called.shapes[0][1] else 0
+            first.setdefault((called.role, called.label), []).append((at["n"], count))
     return {
-        role
-        for role, pairs in first.items()
+        key
+        for key, pairs in first.items()
         if all(count in (n, 2 * n, 3 * n) for n, count in pairs) or {count for _, count in pairs} in ({1}, {2}, {3})
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ _PLAIN_NAMES = """
     new_full arange clone _to_copy copy_ cat stack constant_pad_nd upsample_nearest2d _upsample_nearest_exact2d
     embedding index_select gather _softmax _log_softmax native_layer_norm _unsafe_view repeat roll tril triu triu_
     lift_fresh scalar_tensor randn rand randn_like rand_like native_dropout fill_ zero_ avg_pool2d glu index fill
-    linspace flip eye rms_norm _fused_rms_norm masked_fill masked_fill_ scatter_
+    linspace flip eye rms_norm _fused_rms_norm masked_fill masked_fill_ scatter_ upsample_bilinear2d replication_pad1d
+    floor_divide
 """
 _PLAIN = {getattr(aten, name) for name in _PLAIN_NAMES.split() if hasattr(aten, name)}
 
@@ -40,7 +41,7 @@ def _is_plain(func: Any) -> bool:
 
 
 # They copy an input that is not dense. The copy is counted if its rows are dense, as those of a video's frames.
-_UPSAMPLES = {aten.upsample_nearest2d, aten._upsample_nearest_exact2d}
+_UPSAMPLES = {aten.upsample_nearest2d, aten._upsample_nearest_exact2d, aten.upsample_bilinear2d}
 
 
 # A sum over a dimension allocates only its output if one block of threads computes each element. It does so for fewer
@@ -209,7 +210,8 @@ class Recorder(TorchDispatchMode):
         if func is aten._safe_softmax.default:
             return self._safe_softmax(*args)
         try:
-            out = func(*args, **kwargs)
+            is_resized = func is aten.upsample_bilinear2d.default and args[0].is_cuda
+            out = self._resized(*args) if is_resized else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             out = self.by_contents(func, args, kwargs)
         if torch.Tag.pointwise in func.tags and not func._schema.is_mutable and func.overloadpacket not in _PLAIN:
@@ -237,6 +239,12 @@ class Recorder(TorchDispatchMode):
         elif not _is_plain(func) and not _sums_in_a_block(func, out, *args):
             self._count_unmodelled(str(func))
         return out
+
+    def _resized(self, x: torch.Tensor, size: Sequence[int], *_: Any) -> torch.Tensor:
+        """Return the output of a bilinear resize, whose decomposition for fake tensors wants CUDA."""
+        form = torch._prims_common.suggest_memory_format(x)
+        with setting(self, _silent=True):
+            return torch.empty((*x.shape[:2], *size), dtype=x.dtype, device=x.device, memory_format=form)
 
     def by_contents(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operator that needs its arguments' contents. Here there are none."""
