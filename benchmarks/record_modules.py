@@ -1,7 +1,6 @@
 """Records the components of pipelines for vaemem/data/modules, as vaemem/pipelines/programs.py replays them.
 
-    python benchmarks/record_modules.py [NAME ...]                              # without names: all
-    COMFYUI=path python benchmarks/record_modules.py comfyui/sdxl-unet ...      # of benchmarks/comfyui_modules.py
+    python benchmarks/record_modules.py [NAME ...]      # without names: all
 
 Each module runs under fake tensors at several sizes. Its calls must be the same at all of them, submodule by submodule
 and event by event, but for the sizes; each size is then fitted as a polynomial with the fewest terms that is exact at
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_code import version as comfyui_version
 from modules import MODULES, Module, make
 
 from vaemem._common import grouped
@@ -30,7 +28,6 @@ from vaemem.pytorch.recorder import NEGLIGIBLE, Recorder, Recording
 from vaemem.pytorch.recording import record_by
 
 OUT = Path(__file__).parent.parent / "vaemem" / "data" / "modules"
-FOLDER = "comfyui/"
 
 
 def record_at(
@@ -76,22 +73,11 @@ def case_of(module: Module, values: Mapping[str, int]) -> str:
     return "".join(f"; {case}" for case in (*held, *others))
 
 
-def find_module(name: str) -> Module:
-    """Return a module by its name; ComfyUI's are after its folder's name."""
-    if not name.startswith(FOLDER):
-        return MODULES[name]
-    from comfyui_modules import COMFYUI_MODULES
-
-    return COMFYUI_MODULES[name.removeprefix(FOLDER)]
-
-
 def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Record a module: return the contents of its file in data/modules."""
-    module, is_comfyui = find_module(name), name.startswith(FOLDER)
-    packages = ("torch",) if is_comfyui else ("diffusers", "transformers", "torch")
-    sources = [comfyui_version()] if is_comfyui else []
+    module, packages = MODULES[name], ("diffusers", "transformers", "torch")
     data: dict[str, Any] = {
-        "about": module.about, "source": ", ".join([*sources, versions_of(packages)]),
+        "about": module.about, "source": versions_of(packages),
         "variables": list(module.points[0]), "derived": module.derived,
         "weights": weights(module), "calls": {},
     }  # fmt: skip
@@ -111,7 +97,7 @@ def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
 
 def check(name: str, data: Mapping[str, Any]) -> None:
     """The replay takes the same steps as a recording at sizes that were not used for the fit."""
-    gpu, module = find_gpu("RTX 4090"), find_module(name)
+    gpu, module = find_gpu("RTX 4090"), MODULES[name]
     for dtype, sizes in itertools.product(module.dtypes, module.checks):
         replayed = Recorded(name, data).trace(str(dtype).removeprefix("torch."), gpu, **sizes).steps
         steps = record_at(module, sizes, dtype, Recorder(Recording(), gpu)).trace.steps

@@ -131,15 +131,14 @@ def _weights(nodes: list[str], index: int, prefix: str) -> Iterable[Weight]:
 
 @functools.cache
 def recorded(folder: str = "") -> tuple[str, ...]:
-    """List the names of the recorded modules, or of those in a folder: ``"older"``, ``"comfyui"``."""
+    """List the names of the recorded modules, or of those in a folder: ``"older"``."""
     files = resources.files("vaemem.data").joinpath("modules", *filter(None, [folder])).iterdir()
     return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
 
 
 @functools.cache
 def load_program(name: str) -> Recorded:
-    """Return a recorded module; ValueError for another. ``"older/..."`` is one of `older`, and ``"comfyui/..."`` one
-    of ComfyUI's models."""
+    """Return a recorded module; ValueError for another. ``"older/..."`` is one of `older`."""
     if is_recorded_component(name):
         data, role = find_component(name)
         with inside("pipeline", path=name.rpartition(":")[0], caught=(ValueError, TypeError)):
