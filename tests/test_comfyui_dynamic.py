@@ -15,7 +15,6 @@ from test_comfyui import ask_comfyui, request_of
 
 from vaemem.pipelines.comfyui_dynamic import HEADROOM, PAGE_BYTES, least_free, page_nodes, stage_weights
 from vaemem.pipelines.comfyui_run import stage_part
-from vaemem.pipelines.workflows import WORKFLOWS
 
 GOLDEN = Path(__file__).parent / "comfyui_decisions_dynamic_0.33.0.txt"
 
@@ -71,8 +70,6 @@ def test_the_decisions_are_comfyuis():
 
 @pytest.mark.parametrize("name", cases.REAL)
 def test_the_decisions_for_a_workflow_are_comfyuis(name):
-    if name not in WORKFLOWS:
-        pytest.skip("not recorded yet")
     assert [*play_workflow(name)] == golden({name})
 
 
