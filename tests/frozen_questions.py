@@ -246,9 +246,9 @@ def about_comfyui(r, call):
     height, width = sides(r, r.choice((1024, 1536, 2048)), (64,))
     asked = about_card(r) | {"pipeline": r.choice(WORKFLOWS), "height": height, "width": width, "runtime": "comfyui"}
     return asked | some(
-        r, offload=(0.5, ["--disable-dynamic-vram", "--novram", "--disable-smart-memory"]), steps=(0.2, [1, 4, 20]),
-        vae=(0.4, ["tiled", "tiled 256", "tiled 1024"]), batch=(0.25, [2, 4]), guidance=(0.25, [True, False]),
-        prompt_tokens=(0.3, [40, 77, 150, 300]),
+        r, offload=(0.5, ["--disable-dynamic-vram", "--novram", "--disable-dynamic-vram --disable-smart-memory"]),
+        steps=(0.2, [1, 4, 20]), vae=(0.4, ["tiled", "tiled 256", "tiled 1024"]), batch=(0.25, [2, 4]),
+        guidance=(0.25, [True, False]), prompt_tokens=(0.3, [40, 77, 150, 300]),
     )  # fmt: skip
 
 

@@ -46,9 +46,10 @@ from vaemem.prediction.request import PAGE
 from vaemem.prediction.runtimes import architecture
 
 ENCODERS = "text_encoder"  # the role of all text encoders together, which are one model for ComfyUI
-DYNAMIC, CLASSIC, NO, WHOLE = "none", "--disable-dynamic-vram", "--novram", "--disable-smart-memory"
-COMFYUI_OPTIONS = (DYNAMIC, CLASSIC, NO, WHOLE)  # none: without an option
-# ComfyUI reads WHOLE with either manager; here it goes with the classic one, which it changes.
+# Options of the program; none: without an option, which has the dynamic manager.
+DYNAMIC, CLASSIC, NO = "none", "--disable-dynamic-vram", "--novram"
+WHOLE = f"{CLASSIC} --disable-smart-memory"  # models leave whole; how it changes the dynamic manager is not known
+COMFYUI_OPTIONS = (DYNAMIC, CLASSIC, NO, WHOLE)
 USUAL_TILE = 512  # pixels of a tile's side by default
 _FALLBACK = 64, 256  # after a decode ran out of memory: latents of a tile's side; pixels for a VAE of videos, or more
 _PLAYED_STEPS = 3  # of a denoiser by the dynamic manager; further steps send as much as the last one

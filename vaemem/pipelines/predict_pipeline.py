@@ -96,10 +96,10 @@ def predict_pipeline(
         ``"--offload-to-cpu --diffusion-fa"``. These choose the VAE's convolution. Otherwise, without ``"direct"``, the
         answer covers both: by im2col, as without ``--vae-conv-direct``, and directly.
 
-        For ComfyUI, `offload` is ``"none"``, or the option ``"--disable-dynamic-vram"``, ``"--novram"`` or
-        ``"--disable-smart-memory"``; its manager decides the rest. `vae` is ``"whole"``, which falls back to tiles, or
-        ``"tiled"``, also with a side. `components` and `dtype` do not apply. vaemem/data/workflows.json lists the known
-        workflows.
+        For ComfyUI, `offload` is ``"none"``, or the options ``"--disable-dynamic-vram"``, ``"--novram"`` or
+        ``"--disable-dynamic-vram --disable-smart-memory"``; its manager decides the rest. `vae` is ``"whole"``, which
+        falls back to tiles, or ``"tiled"``, also with a side. `components` takes ``"fp8"`` for text encoders and
+        denoisers. `dtype` does not apply. vaemem/data/workflows.json lists the known workflows.
 
     Returns
     -------
