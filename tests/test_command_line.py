@@ -393,7 +393,7 @@ def test_what_tab_offers_is_known():
 
 @pytest.mark.parametrize(
     ("line", "want"),
-    [("fits sdx", {"sdxl", "sdxl-controlnet", "sdxl-refiner"}), ("fits sdxl decode 512 --gpu rtx\\ 409",
+    [("fits sdx", {"sdxl", "sdxl-controlnet", "sdxl-inpaint", "sdxl-refiner"}), ("fits sdxl decode 512 --gpu rtx\\ 409",
       {"RTX 4090", "RTX 4090 D", "RTX 4090 Laptop GPU"}),
      ("plan flux-s", {"flux-schnell"}), ("fits sdxl decode 512 --runtime comf", {"comfyui"})],
 )  # fmt: skip

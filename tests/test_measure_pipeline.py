@@ -174,8 +174,8 @@ REFUSED = [
     ),
     (lambda pipe, call: pipe.vae.enable_tiling(), "its tiles do not have 512 pixels a side"),
     (
-        lambda pipe, call: setattr(pipe, "__class__", diffusers.StableDiffusionInpaintPipeline),
-        "know the pipeline StableDiffusionInp",
+        lambda pipe, call: setattr(pipe, "__class__", diffusers.StableDiffusionPAGPipeline),
+        "know the pipeline StableDiffusionPAG",
     ),
     (lambda pipe, call: call.update(card="Voodoo 2"), "gpu: unknown card"),
     (lambda pipe, call: call.update(offload="none and on cpu"), "offload: expected one of none, model, sequential,"),

@@ -313,7 +313,8 @@ def _workflow_of(vae: Any, arch: Arch, model: Any) -> dict[str, Any]:
     decoder = tuple(_core.Trace.parameters(dict(arch), "diffusers"))
     card = describe_card(vae.device)
     sm = find_gpu(card["gpu"], card["memory"]).sm if card else 0
-    for name, kind in WORKFLOWS.items():
+    # Models of several workflows are taken for the one that is given no image.
+    for name, kind in sorted(WORKFLOWS.items(), key=lambda item: item[1].encodes):
         recorded, known_vae = load_program(kind.parts[kind.denoiser]), kind.parts["vae"]
         known = {one.name: one.shape for one in recorded.weights if one.name.startswith("diffusion_model.")}
         if shapes != known or not is_vae(known_vae) or decoder != weights_of(known_vae):
