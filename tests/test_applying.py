@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import pytest
@@ -254,6 +255,24 @@ def test_the_next_way_makes_the_same_picture(tmp_path, on_the_cpu, monkeypatch):
     assert not pipe.vae.use_tiling
     done.undo()
     assert state(pipe) == before
+
+
+def test_a_call_on_windows_runs_out_where_it_would_spill(tmp_path, on_the_cpu, monkeypatch):
+    """So the next way runs. Both ways are set and called within the limit."""
+    pipe, within = torch_pipelines.stable_diffusion(tmp_path), []
+
+    @contextlib.contextmanager
+    def limit(device):
+        within.append(True)
+        yield
+        within.append(False)
+
+    monkeypatch.setattr(applying, "no_spilling", limit)
+    forward, ways = pipe.unet.forward, []
+    monkeypatch.setattr(pipe.unet, "forward", lambda *args, **how: ways.append(within[-1]) or forward(*args, **how))
+    done = apply({}, pipe, device="cpu")
+    done("a cat", height=48, width=32, num_inference_steps=2)
+    assert within == [True, False] * 2 and ways and all(ways)
 
 
 def test_a_way_that_cannot_be_set_has_a_next(tmp_path, on_the_cpu, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
 import sys
@@ -365,6 +366,23 @@ def test_a_card_is_freed_first_and_may_fail(vae, z, monkeypatch):
         assert torch.equal(pixels, want) and len(notes) == 1 + fails
         assert asked == [("cuda:0", "bfloat16"), *[("cpu", "float32")] * fails]
     assert "the card is full" in notes[1]
+
+
+def test_windows_runs_out_where_it_would_spill(vae, z, monkeypatch):
+    """ComfyUI decodes within the limit, and its own fallback is vaemem's."""
+    within = []
+
+    @contextlib.contextmanager
+    def limit(device):
+        within.append("limited")
+        yield
+        within.append("free")
+
+    monkeypatch.setattr(comfyui_vae, "no_spilling", limit)
+    decode = vae.first_stage_model.decode
+    vae.first_stage_model.decode = lambda samples: within.append("decodes") or decode(samples)
+    comfyui_vae.decode_safely(vae, z, Manager(), ignore)
+    assert within == ["limited", "decodes", "free"]
 
 
 def test_an_estimate(vae):

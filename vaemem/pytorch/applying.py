@@ -26,7 +26,7 @@ from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.prediction.planned import Way
 from vaemem.prediction.usual import FIXED
 from vaemem.pytorch.converting import convert, modules_of
-from vaemem.pytorch.free_memory import first_line, is_out_of_memory, release
+from vaemem.pytorch.free_memory import first_line, is_out_of_memory, no_spilling, release
 from vaemem.pytorch.measuring import find_device
 
 _CASTING_HOOKS = ("layerwise_casting", "peft_autocast_disable")
@@ -81,7 +81,8 @@ class Applied:
         states = [one.get_state() for one in generators]
         while True:
             try:
-                return self._pipe(*args, **kwargs)
+                with no_spilling(self._place):
+                    return self._pipe(*args, **kwargs)
             except Exception as error:
                 lack = self._leave(error)
             self._go_on(lack)
@@ -99,8 +100,9 @@ class Applied:
                 self._before.keep_weights(role)
             if settings["vae"] == "vaemem":  # its copy decodes: the original needs no room on the card
                 self._pipe.vae.to("cpu")
-            for step in steps:
-                _run(step, self._pipe)
+            with no_spilling(self._place):
+                for step in steps:
+                    _run(step, self._pipe)
         except BaseException as error:
             if not (self._ways and is_out_of_memory(error)):
                 self.undo()
@@ -357,7 +359,9 @@ def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "r
     Returns
     -------
     Applied
-        What was set, in words and as code. Its `undo` sets everything back. A call of it runs the pipeline.
+        What was set, in words and as code. Its `undo` sets everything back. A call of it runs the pipeline. On Windows
+        both stay within the memory that the driver counts as free: they run out of memory where the driver would go on
+        in the host's, many times slower.
 
     Raises
     ------

@@ -33,8 +33,9 @@ from vaemem.pipelines.programs import load_program
 from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.gpus import context_of, find_gpu
 from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.request import KEPT
 from vaemem.pytorch.decoding import attempt, describe_card
-from vaemem.pytorch.free_memory import count_bytes, first_line, free_cache, release
+from vaemem.pytorch.free_memory import count_bytes, first_line, free_cache, no_spilling, release
 from vaemem.pytorch.places import ANYWHERE, Place
 
 # ComfyUI's autoencoders that compute the same as vaemem. Others may have the same tensors, and compute something else.
@@ -183,30 +184,32 @@ def _explain_misfit(vae: Any, whole: Any, arch: Arch, latents: torch.Tensor, man
     """Say why ComfyUI's decode does not fit the card, after it has unloaded other models; "" if it may fit.
 
     If the decode is predicted, `whole` gets the prediction as its estimate of memory: by this ComfyUI makes room, and
-    chooses how many images run at once. Windows' driver uses the host's memory and raises nothing, so a tight decode
-    does not fit there.
+    chooses how many images run at once. The driver's count of free bytes leaves out what Windows keeps.
     """
     if describe_card(vae.device) is None:
         return ""
     packed = 2 if _is_packed(arch) else 1
     height, width = (side * packed * latent_factor(arch) for side in latents.shape[-2:])
-    windows = sys.platform == "win32"
     try:
         needed = predict_decode(vae, arch, height, width).upper
         manager.load_models_gpu([vae.patcher], memory_required=needed, force_full_load=vae.disable_offload)
         held = sum(one.nbytes for one in vae.first_stage_model.parameters() if one.device == vae.device)
         card: Any = describe_card(vae.device)
         used = max(card["memory"] - card["free"] - context_of(card["gpu"], card["memory"]) - held, 0)
-        answer = predict_decode(vae, arch, height, width, used=used, safe=windows)
+        answer = predict_decode(vae, arch, height, width, used=used, os="linux")
     except ValueError:  # an unknown card or version, or an older WanVAE: ComfyUI tries
         return ""
     whole.memory_used_decode = lambda shape, dtype: needed
     return "" if answer.fits else f"ComfyUI's decode {answer.summary}"
 
 
+def _system() -> str:
+    return "windows" if sys.platform == "win32" else "linux"
+
+
 def _card_of(vae: Any, gpu: str) -> dict[str, Any]:
     """Return the arguments of a prediction that name ComfyUI's card, or another one."""
-    system = {"os": "windows" if sys.platform == "win32" else "linux"}
+    system = {"os": _system()}
     if gpu:
         return system | {"gpu": gpu}
     card = describe_card(vae.device)
@@ -227,7 +230,7 @@ def _refuse_older(vae: Any) -> None:
 def predict_decode(vae: Any, arch: Arch, height: int, width: int, gpu: str = "", **how: Any) -> Prediction:
     """Predict ComfyUI's decode of one picture, on ComfyUI's card or on another one."""
     _refuse_older(vae)
-    how |= _card_of(vae, gpu)
+    how = _card_of(vae, gpu) | how
     if not gpu:
         how["allocator"] = torch.cuda.get_allocator_backend()
     # On the CPU ComfyUI has other types than on a card.
@@ -246,7 +249,8 @@ def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> 
 
     def run() -> tuple[Any, str]:
         why = _explain_misfit(vae, whole, arch, latents, manager)
-        return (None, why) if why else (whole.decode(latents), "")
+        with no_spilling(vae.device):
+            return (None, why) if why else (whole.decode(latents), "")
 
     pixels, why = attempt(run)
     if not why:
@@ -287,7 +291,8 @@ def estimate(
         free, total = torch.cuda.mem_get_info(vae.device)
         card: Any = describe_card(vae.device)
         context = context_of(card["gpu"], card["memory"])
-        used = max(total - free - torch.cuda.memory_reserved(vae.device) - context, 0)
+        windows = KEPT[_system()][0]  # the driver does not count it as free
+        used = max(total - free - torch.cuda.memory_reserved(vae.device) - context - windows, 0)
     if model is not None and (workflow := _workflow_of(vae, arch, model)):
         given: Any = {**workflow, "height": height, "width": width, "batch": batch, "used": used, **_card_of(vae, gpu)}
         whole = predict_pipeline(runtime="comfyui", **given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 import weakref
@@ -19,7 +18,7 @@ from vaemem.engine.vae import VAE
 from vaemem.prediction.gpus import context_of
 from vaemem.prediction.predict import predict
 from vaemem.pytorch.converting import convert
-from vaemem.pytorch.free_memory import find_free, first_line, free_cache, is_out_of_memory, release
+from vaemem.pytorch.free_memory import find_free, first_line, free_cache, is_out_of_memory, no_spilling, release
 from vaemem.pytorch.measuring import cudnn_version
 
 _SIDE = 16  # of the latents that a first decode on the CPU times
@@ -90,7 +89,8 @@ class SafeDecode:
             if why := explain_misfit(vae, z):
                 free_cache()
                 return None, why
-            return decode(theirs, z), ""
+            with no_spilling(z.device):
+                return decode(theirs, z), ""
 
         result, why = attempt(run)
         if not why:
@@ -167,7 +167,7 @@ def describe_card(device: torch.device) -> dict[str, Any] | None:
 def explain_misfit(vae: Any, z: torch.Tensor) -> str:
     """Say why PyTorch's decode of these latents does not fit the card now; "" if it may fit, or nothing is predicted.
 
-    Windows' driver uses the host's memory and raises nothing, so a tight decode does not fit there.
+    The driver's count of free bytes leaves out what Windows keeps.
     """
     card = describe_card(z.device)
     if card is None:
@@ -175,15 +175,13 @@ def explain_misfit(vae: Any, z: torch.Tensor) -> str:
     config = {**vae.config, "_class_name": type(vae).__name__}
     tiled = getattr(vae, "use_tiling", False)
     held = sum(weight.nbytes for weight in vae.parameters() if weight.device == z.device)
-    windows, context = sys.platform == "win32", context_of(card["gpu"], card["memory"])
-    used = max(card["memory"] - card.pop("free") - context - held, 0)
+    used = max(card["memory"] - card.pop("free") - context_of(card["gpu"], card["memory"]) - held, 0)
     try:
         factor = latent_factor(config)
         answer = predict(
             config, "decode_tiled" if tiled else "decode", z.shape[-2] * factor, z.shape[-1] * factor,
             vae.dtype, len(z), slicing=getattr(vae, "use_slicing", False), used=used,
-            tile=vae.tile_sample_min_size if tiled else None, protocol="cold", safe=windows,
-            os="windows" if windows else "linux", **card,
+            tile=vae.tile_sample_min_size if tiled else None, protocol="cold", **card,
         )  # fmt: skip
     except (AttributeError, ValueError):  # an unknown card, version or model: PyTorch tries
         return ""
@@ -209,7 +207,8 @@ def safe_decode(pipe: Any) -> SafeDecode:
 
     Each later ``pipe.vae.decode`` first predicts whether PyTorch's decode fits the free memory of the card. If it fits,
     or nothing is known, PyTorch decodes. Otherwise, or if PyTorch runs out of memory, vaemem decodes with a warning: on
-    the card within the free memory, or on the CPU. Other errors pass through.
+    the card within the free memory, or on the CPU. Other errors pass through. On Windows the decode is limited to the
+    free memory, because the driver would go on in the host's.
 
     Parameters
     ----------

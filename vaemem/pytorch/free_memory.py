@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +24,27 @@ def find_free(device: Any) -> int:
         raise ArgumentError("device", "one that reports its free memory, such as 'cuda'", repr(str(device)))
     unused = backend.memory_reserved(device) - backend.memory_allocated(device)
     return int(backend.mem_get_info(device)[0] + unused)
+
+
+@contextmanager
+def no_spilling(device: Any) -> Iterator[None]:
+    """On Windows, limit PyTorch to the memory that the driver counts as free and to what PyTorch already holds.
+
+    There the driver never refuses: it goes on in the host's memory, many times slower. At a limit of its own PyTorch
+    frees its cache and tries again, and then raises `torch.OutOfMemoryError`, as elsewhere.
+    """
+    place = torch.device(device)
+    if sys.platform != "win32" or place.type != "cuda":
+        yield
+        return
+    cuda, index = torch.cuda, place.index
+    before = getattr(cuda, "get_per_process_memory_fraction", lambda index: 1.0)(index)  # not before PyTorch 2.8
+    free, total = cuda.mem_get_info(index)
+    cuda.set_per_process_memory_fraction(min(before, (free + cuda.memory_reserved(index)) / total), index)
+    try:
+        yield
+    finally:
+        cuda.set_per_process_memory_fraction(before, index)
 
 
 def count_bytes(module: torch.nn.Module) -> int:
