@@ -16,12 +16,14 @@ from vaemem.prediction.plays import Plays, Takes
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
 
 # NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion". The driver's memory then never ends before the
-# host's, so PyTorch, which frees its cache only after a refusal (CUDACachingAllocator.cpp), keeps it.
+# host's, so PyTorch, which frees its cache only after a refusal (CUDACachingAllocator.cpp), keeps it. The cards'
+# own memory has 272 GB/s (RTX 4060) to 1792 GB/s (RTX 5090), their links 16 (PCIe 4.0 x8) to 63 GB/s (5.0 x16).
+_SLOWER = "10 to 30 times slower (PCIe)"
 SPILLS = (
-    "Windows drivers since 536.40 use the host's memory, many times slower, unless their CUDA - Sysmem Fallback Policy"
+    f"Windows drivers since 536.40 use the host's memory, {_SLOWER}, unless their CUDA - Sysmem Fallback Policy"
     " is Prefer No Sysmem Fallback"
 )
-SPILLS_ELSEWHERE = "the driver may use the host's memory, many times slower"  # of other makers' cards on Windows
+SPILLS_ELSEWHERE = f"the driver may use the host's memory, {_SLOWER}"  # of other makers' cards on Windows
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
 
