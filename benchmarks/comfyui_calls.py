@@ -7,9 +7,10 @@ what it leaves.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -43,7 +44,7 @@ def let_read(file: Any, numbers: Sequence[float]) -> None:
 
 def follow_chunks(vae: torch.nn.Module) -> None:
     """Let a VAE's encoder and decoder return what they leave for the next chunk. Wan's VAEs lengthen their latents, and
-    those of 2.2 the video, chunk by chunk; here the chunks are joined once, which takes as much at most."""
+    those of 2.2 the video, chunk by chunk; here the chunks are joined once (`_join`)."""
     kinds: dict[str, dict[str, Any]] = {
         "comfy.ldm.wan.vae": {"encode": _encode_wan},
         "comfy.ldm.wan.vae2_2": {"decode": _decode_wan22},
@@ -84,24 +85,41 @@ def _by_chunks(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     return Chunk
 
 
+def _join(first: Any, calls: Iterable[Callable[[], Any]]) -> tuple[Any, Any]:
+    """Do what `out = torch.cat([out, chunk], 2)` after each call does. Return `out` and the last chunk.
+
+    Copies of the chunks stand for `out`, which has as many bytes. So each call does the same.
+    """
+    out, chunk = [first], None
+    for call in calls:
+        if chunk is not None:
+            out.append(chunk.clone())
+        chunk = call()  # None if the chunk is too short for a frame of latents
+    return (torch.cat([*out, chunk], 2) if chunk is not None else first), chunk
+
+
 def _encode_wan(self: Any, x: Any) -> Any:
-    """Do what comfy.ldm.wan.vae's encode does for more than one frame."""
+    """Do what comfy.ldm.wan.vae's encode does."""
     count = (x.shape[2] - 1) // 4 * 2
     left = [None] * (resolve_name("comfy.ldm.wan.vae:count_cache_layers")(self.encoder) if count else 0) or None
-    parts = [self.encoder(x[:, :, :1], feat_cache=left, feat_idx=[0])]
-    for i in range(count):
-        chunk = x[:, :, 1 + 2 * i : 3 + 2 * i]
-        parts.append(self.encoder(chunk, feat_cache=left, feat_idx=[0], final=i == count - 1))
-    out = torch.cat([part for part in parts if part is not None], 2)
+
+    def encode(i: int) -> Any:
+        return self.encoder(x[:, :, 1 + 2 * i : 3 + 2 * i], feat_cache=left, feat_idx=[0], final=i == count - 1)
+
+    first = self.encoder(x[:, :, :1], feat_cache=left, feat_idx=[0])
+    out, _chunk = _join(first, (functools.partial(encode, i) for i in range(count)))
     return self.conv1(out).chunk(2, dim=1)[0]
 
 
 def _decode_wan22(self: Any, z: Any) -> Any:
     """Do what comfy.ldm.wan.vae2_2's decode does."""
     left, x = [None] * resolve_name("comfy.ldm.wan.vae2_2:count_conv3d")(self.decoder), self.conv2(z)
-    chunks = range(x.shape[2])
-    out = [self.decoder(x[:, :, i : i + 1], left, [0], **({} if i else {"first_chunk": True})) for i in chunks]
-    return resolve_name("comfy.ldm.wan.vae2_2:unpatchify")(torch.cat(out, 2), patch_size=2)
+
+    def decode(i: int, **given: bool) -> Any:
+        return self.decoder(x[:, :, i : i + 1], left, [0], **given)
+
+    out, _chunk = _join(decode(0, first_chunk=True), (functools.partial(decode, i) for i in range(1, x.shape[2])))
+    return resolve_name("comfy.ldm.wan.vae2_2:unpatchify")(out, patch_size=2)
 
 
 def follow_tiles(vae: torch.nn.Module) -> None:

@@ -42,8 +42,8 @@ def main(name):
     asked |= {"negative_prompt": "a"} if known.guides else {}
     own = predict_any(workflow, gpu="H200", prepare=to_card, **asked, **workflow.row["call"])
     ours = vaemem.predict_pipeline(
-        name, height, width, gpu="H200", runtime="comfyui", prompt_tokens=tokens, steps=STEPS,
-        frames=known.frames or None,
+        name, height, width, gpu="H200", runtime="comfyui", steps=STEPS, frames=known.frames or None,
+        prompt_tokens=tokens if known.has_words else None,
     )  # fmt: skip
     v = ours.request.variables
     latents = 4 * workflow.latent_format.latent_channels * v["f"] * v["h"] * v["w"]

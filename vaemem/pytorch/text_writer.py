@@ -29,8 +29,18 @@ _COUNTS = "n f s".split()  # "more than one" tells more of them than "seven"
 _MANY_STEPS = 5  # of these, some do the same
 _LOOPED = "n s l".split()  # numbers of repetitions: for each image, step or clip
 _MORE = 0, -1, -2  # repetitions besides one for each: the first ones may differ
+_FIRST, _STEP, _END = "first", "step", "end"  # parts of a recording, as of `_split`
 _LEAST_LOOPED = 3  # fewer repetitions may be there by accident
 _PARTS = ["", "change", "step", "each", "last", "end"]  # the names of parts, as of `_name_steps`
+
+
+class _Place(NamedTuple):
+    """A place of equal events in a row: a part, the event before, one of the equal ones, and the event after."""
+
+    part: str
+    before: _Key | None
+    event: _Key
+    after: _Key | None
 
 
 class Loop(NamedTuple):
@@ -100,12 +110,19 @@ def _key(event: Event) -> _Key:
     return event.kind, event.words
 
 
-def _fold(events: Sequence[Event], values: Values, known: Mapping[Loop, int]) -> list[_Key | Loop]:
-    """Find what happens for each image, step or clip. known: loops, and how often each was found"""
-    folded, at = list[_Key | Loop](), 0
+def _fold(
+    part: str, events: Sequence[Event], values: Values, known: Mapping[Loop, int], rows: Mapping[_Place, Loop]
+) -> list[_Key | Loop]:
+    """Find what happens for each image, step or clip. known: loops, and how often each was found. rows: loops of equal
+    events"""
+    folded, at, lengths = list[_Key | Loop](), 0, _rows_of(part, events)
     while at < len(events):
         there = (loop for loop in _loops_at(events, at, values) if loop in known)
         loop = max(there, key=lambda one: known[one], default=None)
+        if loop is None and at in lengths:
+            place, length = lengths[at]
+            row = rows.get(place)
+            loop = row if row and _LEAST_LOOPED <= row.count(values) <= length // len(row.block) else None
         folded.append(loop or _key(events[at]))
         at += loop.count(values) * len(loop.block) if loop else 1
     return folded
@@ -113,7 +130,7 @@ def _fold(events: Sequence[Event], values: Values, known: Mapping[Loop, int]) ->
 
 def _find_loops(recorded: Sequence[tuple[Values, Sequence[Event]]]) -> dict[Loop, int]:
     """Find what happens for each image, step or clip, with two numbers of them if there are two. With one it may be an
-    accident: a text encoder that keeps seven tensors, and seven images. Return loops, and how often each was found."""
+    accident. Return loops, and how often each was found."""
     found = dict[Loop, list[int]]()
     for at, events in recorded:
         for part in _split(events):
@@ -122,25 +139,65 @@ def _find_loops(recorded: Sequence[tuple[Values, Sequence[Event]]]) -> dict[Loop
 
     def is_confirmed(loop: Loop) -> bool:
         values = {at[loop.of] for at, _ in recorded}
-        is_accident = len(loop.block) > 1 and len({*loop.block}) == 1  # equal events, which happen to be a multiple
-        is_only = not is_accident and sum(value + loop.more >= _LEAST_LOOPED for value in values) == 1
+        is_only = sum(value + loop.more >= _LEAST_LOOPED for value in values) == 1
         return is_only or len({*found[loop]}) > 1
 
     return {loop: len(places) for loop, places in found.items() if is_confirmed(loop)}
 
 
 def _loops_at(events: Sequence[Event], at: int, values: Values) -> Iterator[Loop]:
-    """Yield loops of blocks that happen once for each image, step or clip from a place on, or some times less."""
-    for length in range(1, (len(events) - at) // _LEAST_LOOPED + 1):
+    """Yield loops of blocks that happen once for each image, step or clip from a place on, or some times less.
+    `_find_rows` has those of equal events."""
+    for length in range(2, (len(events) - at) // _LEAST_LOOPED + 1):
         is_later = at > 0 and events[at - 1] == events[at + length - 1]  # the same loop began one event before
         if is_later or events[at] != events[at + length]:
             continue
         block, times = events[at : at + length], 1
+        if len({*block}) == 1:
+            continue
         while events[at + times * length : at + (times + 1) * length] == block:
             times += 1
         if times >= _LEAST_LOOPED:
             found = ((of, times - values[of]) for of in _LOOPED)
             yield from (Loop(of, more, tuple(map(_key, block))) for of, more in found if more in _MORE)
+
+
+def _rows_of(part: str, events: Sequence[Event]) -> dict[int, tuple[_Place, int]]:
+    """Return the places and the lengths of equal events in a row, by their beginnings."""
+    found, at, before = dict[int, tuple[_Place, int]](), 0, None
+    for event, same in itertools.groupby(events):
+        length = len([*same])
+        after = next(map(_key, events[at + length : at + length + 1]), None)
+        found[at] = _Place(part, before, _key(event), after), length
+        at, before = at + length, _key(event)
+    return found
+
+
+def _find_rows(recorded: Sequence[tuple[Values, Sequence[Event]]]) -> dict[_Place, Loop]:
+    """Find where equal events happen once, or several times, for each image, step or clip, in all recordings. A text
+    encoder that keeps seven tensors also does so with another number of images. Equal events may follow such a loop."""
+    seen = dict[_Place, list[tuple[Values, int]]]()
+    for at, events in recorded:
+        parts = _split(events)
+        for name, part in zip((_FIRST, *[_STEP] * (len(parts) - 2), _END), parts, strict=True):
+            for place, length in _rows_of(name, part).values():
+                seen.setdefault(place, []).append((at, length))
+    found = {place: [_loop_of_row(place, lengths, of) for of in _LOOPED] for place, lengths in seen.items()}
+    return {place: next(filter(None, loops)) for place, loops in found.items() if any(loops)}
+
+
+def _loop_of_row(place: _Place, lengths: Sequence[tuple[Values, int]], of: str) -> Loop | None:
+    """Return the loop of equal events, if their number is a multiple of a variable, and a constant."""
+    pairs = sorted({(at[of], length) for at, length in lengths if at[of] >= _LEAST_LOOPED})
+    if not pairs or pairs[0][0] == pairs[-1][0]:
+        return None
+    (low, least), (high, most) = pairs[0], pairs[-1]
+    each = (most - least) // (high - low)
+    rest = least - each * low
+    if each < 1 or any(length != each * value + rest for value, length in pairs):
+        return None
+    more = min(0, rest // each)
+    return Loop(of, more, (place.event,) * each) if more in _MORE else None
 
 
 def _align(folded: Sequence[_Key | Loop], events: Sequence[Event], values: Values) -> list[list[Event | None]] | None:
@@ -165,9 +222,13 @@ def _nothing(folded: Sequence[_Key | Loop]) -> list[list[Event | None]]:
 class _Case:
     """Recordings that do the same."""
 
-    def __init__(self, at: Values, parts: Sequence[list[Event]], loops: Mapping[Loop, int], before: int):
+    def __init__(
+        self, at: Values, parts: Sequence[list[Event]], before: int, loops: Mapping[Loop, int],
+        rows: Mapping[_Place, Loop],
+    ):  # fmt: skip
         named, self.names = _name_steps(parts, before)
-        self.folded = [_fold(part, at, loops) for part in named]
+        kinds = _FIRST, *[_STEP] * (len(named) - 2), _END
+        self.folded = [_fold(kind, part, at, loops, rows) for kind, part in zip(kinds, named, strict=True)]
         self.points, self.steps = list[Values](), list[int]()
         self.events = list[list[list[Event | None]]]()  # by point, item and line
 
@@ -362,13 +423,13 @@ def write_text(
     recorded: what the pipeline does with each of several values of the variables
     changes: as of `PipelineText`
     """
-    cases, loops = list[_Case](), _find_loops(recorded)
+    cases, loops, rows = list[_Case](), _find_loops(recorded), _find_rows(recorded)
     # What repeats shows with many steps, and with many images.
     for at, events in sorted(recorded, key=lambda one: (one[0]["s"] < _MANY_STEPS, -one[0]["n"])):
         parts = _split(events)
         before = steps_before_change(changes, at["s"], len(parts) - 1)
         if not any(case.join(at, parts, before) for case in cases):
-            cases.append(_Case(at, parts, loops, before))
+            cases.append(_Case(at, parts, before, loops, rows))
             cases[-1].join(at, parts, before)
     for case in cases:
         others = [at for one in cases if one is not case for at in one.points]
