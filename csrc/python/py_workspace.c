@@ -211,8 +211,8 @@ static PyObject *workspace_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     vm_card_rule *rule = NULL;
     int coarse, is_290, is_off, tf32;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!piiipppO&:Workspace", names, &catalogue, &card, &PyTuple_Type,
-                                     &rules, &coarse, &of.torch.cudnn, &of.shipped, &of.torch.release, &is_290,
-                                     &is_off, &tf32, to_guess, &of.guess) ||
+                                     &rules, &coarse, &of.torch.cudnn, &of.shipped, &of.torch.release, &is_290, &is_off,
+                                     &tf32, to_guess, &of.guess) ||
         to_card(card, &of.card))
         return NULL;
     if (!vm_py_is(catalogue, (destructor)catalogue_dealloc))
