@@ -7,7 +7,7 @@ from vaemem._common import DTYPES, TILED_OPS, shipped
 from vaemem.engine.configs import SAMPLE_SIZES
 from vaemem.out_of_memory.sizes import COMMON, MADE_SIZES
 from vaemem.pipelines.comfyui_run import COMFYUI_OPTIONS
-from vaemem.pipelines.components import PIPELINES, is_vae
+from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_parts import WEIGHT_TYPES, is_from_a_file
 from vaemem.pipelines.pipeline_request import OFFLOADS, SMALL_TILE, TORCH_WAYS
 from vaemem.pipelines.storage import RULES
@@ -91,7 +91,7 @@ def _offer_pipeline(name):
 
 
 def _offer_workflow(known):
-    nodes = {"vae": ["whole", "tiled", f"tiled {SMALL_TILE}"]} if is_vae(known.parts["vae"]) else {}
+    nodes = {} if known.owns_tiles else {"vae": ["whole", "tiled", f"tiled {SMALL_TILE}"]}
     models = {role: ["", f"{role}=fp8"] for role in known.parts if role != "vae"}
     return {"offload": COMFYUI_OPTIONS, **nodes, "torch": [], "component": models, **_offer_frames(known)}
 

@@ -50,9 +50,8 @@ class ComfyUIPrediction(PlayedAnswer):
     title, phases, peak, bottleneck, fits, verdict, summary, spare, on_card, out_of_memory_at, available, band, upper
         As in `PipelinePrediction`. The run is always on this card, because the manager's decisions depend on it.
     least : int
-        An `available` with which the workflow goes through. With the dynamic manager no weight needs to stay on the
-        card: PyTorch's peak, the buffers and a layer's pages. With the classic one the least, in pages of 2 MiB: with
-        less it decides otherwise, and that is played.
+        The least `available` with which the workflow goes through. With less the managers decide otherwise, and that is
+        played: with the dynamic one node by node, in steps of 16 MiB; with the classic one in pages of 2 MiB.
     placed : dict of str to dict
         For each phase the models that the manager keeps on the card: {role: (bytes on the card, bytes of all)}.
     left : dict of str to list of str

@@ -375,7 +375,7 @@ class _Dynamic:
             calls = [((), held), *((layers, held) for layers in self._together(staged.called))]
             steps = min(run.request.steps, _PLAYED_STEPS) if name.startswith("denoise") else 1
             nodes.append((role, steps, calls))
-            needed.append(least_free(staged, steps, calls)[1] - staged.forced - held)
+            needed.append(least_free(staged, steps, calls) - staged.forced - held)
         before: Mapping[str, int] = {}
         placed = page_nodes(self.staged, nodes, capacity, free)
         for (name, role, _), (_, steps, _), least, paged in zip(self._nodes, nodes, needed, placed, strict=False):
