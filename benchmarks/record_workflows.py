@@ -50,7 +50,8 @@ def open_row(name: str) -> tuple[dict[str, Any], Workflow]:
     row = read_row(name)
     workflow = Workflow(row)
     row |= {"mixed": True, "versions": f"{version()}, torch {torch.__version__}"}
-    row |= {"decodes": [*decode_estimates(workflow)], "usage": workflow.usage}
+    vae = workflow.decoder
+    row |= {"decodes": [*decode_estimates(workflow)], "usage": workflow.usage, "owns_tiles": vae.handles_tiling}
     return row | ({"unguided": {"negative_prompt": ""}} if row["guides"] else {}), workflow
 
 

@@ -256,13 +256,14 @@ static void make_catalogue(void) {
 static void workspace(void) {
     static const char *const guess[] = {"rule", "least", "most", "columns"};
     vm_workspace_for of = {.card = card()};
-    const uint64_t *n = some(6);
+    const uint64_t *n = some(7);
     of.coarse = n[0];
     of.torch.cudnn = (int)n[1];
     of.shipped = (int)n[2];
     of.torch.release = (int)n[3];
     of.torch.is_290 = n[4];
-    of.tf32 = n[5];
+    of.torch.is_off = n[5];
+    of.tf32 = n[6];
     of.guess = (vm_guess)choose(guess, 4);
     const size_t count = (size_t)number();
     vm_card_rule *r = room(count, sizeof *r);

@@ -17,9 +17,9 @@ import vaemem
 from vaemem import _core
 from vaemem._common import MIB
 from vaemem.pipelines.comfyui import Layer, ManagedModel, Manager
-from vaemem.pipelines.comfyui_run import CLASSIC, COMFYUI_OPTIONS, ENCODERS, NO, WHOLE, layers_of
-from vaemem.pipelines.components import is_vae
+from vaemem.pipelines.comfyui_run import CLASSIC, COMFYUI_OPTIONS, DYNAMIC, ENCODERS, NO, WHOLE, layers_of
 from vaemem.pipelines.workflows import WORKFLOWS
+from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.runtimes import architecture
 
 HERE = Path(__file__).parent
@@ -163,7 +163,7 @@ def test_without_room_it_decodes_in_tiles(offload):
     few = {"height": 2048, "width": 2048, "offload": offload, "memory": "4 GB"}
     p, alone = predict(**few), predict(vae="tiled 512", **few)
     assert not whole.tiled and not alone.tiled
-    assert p.tiled and p.out_of_memory_at is None and "tiles of 512 pixels" in " ".join(p.notes)
+    assert p.tiled and p.out_of_memory_at is None and "in tiles of 512 pixels" in " ".join(str(p).split())
     assert phase_of(p, "decode").allocated < phase_of(whole, "decode").allocated / 2
     assert p.estimates["decode"][1] == alone.estimates["decode"][1]
     assert p.estimates["decode"][0] == 16 * alone.estimates["decode"][0]  # of the image, and of a tile
@@ -231,9 +231,27 @@ def test_a_video_has_frames(name):
     assert f"{count} frames" in longer.title or str(count) in longer.title
     assert phase_of(longer, "denoise").allocated > phase_of(usual, "denoise").allocated
     assert longer.estimates["denoise"][0] > usual.estimates["denoise"][0]
-    if not is_vae(known.parts["vae"]):
-        with pytest.raises(vaemem.ArgumentError, match="whole with"):
+    if known.owns_tiles:
+        with pytest.raises(vaemem.ArgumentError, match=r"whole with .* makes tiles by itself"):
             predict(name, 480, 480, gpu="H200", vae="tiled")
+
+
+@pytest.mark.parametrize(("frames", "tile"), [(121, 512), (241, 512), (121, 256)])
+def test_a_recorded_vae_decodes_in_tiles(frames, tile):
+    """As VAE.decode and VAEDecodeTiled choose them, here calculated apart: a tile is a decode of its size."""
+    asked = {"frames": frames, "offload": DYNAMIC}
+    whole, few = (predict("ltx2.3", 1024, 1024, gpu=gpu, **asked) for gpu in ("H200", "RTX 3060"))
+    assert not whole.tiled and few.tiled and few.fits and few.verdict == "fits"
+    assert "decodes in tiles of 512 pixels" in " ".join(str(few).split())
+    f, budget = (frames - 1) // 8 + 1, 0.8 * find_gpu("RTX 3060").total_memory
+    assert 2 * 614400 * f * 16 * 16 <= budget < 2 * 614400 * f * 32 * 32  # sides of 16 latents of 32 pixels
+    alone = predict("ltx2.3", 512, 512, gpu="H200", **asked)
+    assert few.estimates["decode"][1] == pytest.approx(alone.estimates["decode"][1], rel=0.02)
+    node = predict("ltx2.3", 1024, 1024, gpu="RTX 3060", vae=f"tiled {tile}", **asked)
+    alone = predict("ltx2.3", tile, tile, gpu="RTX 3060", frames=57, offload=DYNAMIC)  # 8 frames of latents
+    assert not node.tiled and not alone.tiled and node.request.tile_latents == (tile // 32, 8)
+    assert node.estimates["decode"][1] == pytest.approx(alone.estimates["decode"][1], rel=0.02)
+    assert node.estimates["decode"][0] == 2 * 614400 * 8 * (tile // 32) ** 2
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

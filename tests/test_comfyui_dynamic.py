@@ -13,7 +13,7 @@ import comfyui_dynamic_cases as cases
 import pytest
 from test_comfyui import ask_comfyui, request_of
 
-from vaemem.pipelines.comfyui_dynamic import HEADROOM, PAGE_BYTES, least_free, page_nodes, stage_weights
+from vaemem.pipelines.comfyui_dynamic import CHUNK_BYTES, HEADROOM, PAGE_BYTES, least_free, page_nodes, stage_weights
 from vaemem.pipelines.comfyui_run import stage_part
 
 GOLDEN = Path(__file__).parent / "comfyui_decisions_dynamic_0.33.0.txt"
@@ -138,7 +138,7 @@ def test_layers_that_are_sent_together_share_a_buffer():
     assert node == ({"a": 0}, 5 * PAGE_BYTES, 5 * PAGE_BYTES, (2 * PAGE_BYTES, 3 * PAGE_BYTES), "")
 
 
-def test_the_least_memory_is_enough():
+def test_the_least_memory_is_enough_and_no_chunk_less():
     for number in range(cases.COUNT):
         case = cases.make_paging(number)
         models = stage_case(case)
@@ -146,10 +146,10 @@ def test_the_least_memory_is_enough():
             names = cases.layers_of_modules(case.models["abc".index(name)])
             places = models[name].places
             calls = [([names[i] for i in one if names[i] in places], held) for one, held in numbered]
-            _, enough = least_free(models[name], steps, calls)
-            for native in (False, True):
-                (node,) = page_nodes({name: models[name]}, [(name, steps, calls)], 1 << 40, enough, native)
-                assert node.failure == ""
+            enough = least_free(models[name], steps, calls)
+            for free in (enough, enough - CHUNK_BYTES):
+                (node,) = page_nodes({name: models[name]}, [(name, steps, calls)], 1 << 40, free)
+                assert bool(node.failure) == (free < enough)
 
 
 @pytest.mark.apps

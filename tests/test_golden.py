@@ -19,7 +19,7 @@ COMMANDS = {
     "fits": "fits sdxl decode 1024 --gpu 'RTX 4060'",
     "fits_all": "fits sdxl decode 1024 --gpu 'RTX 4060' --torch 2.9.1 --all --exact",
     "fits_not": "fits sdxl decode 4096 --gpu 'RTX 3060' --os windows",
-    "fits_coarse": "fits sdxl decode 1024 --gpu 'RX 7900 XTX' --runtime comfyui",
+    "fits_coarse": "fits sdxl decode 1024 --gpu 'RX 6800' --runtime comfyui",
     "fits_markdown": "fits sd15 decode 768 512 --gpu T4 --format markdown",
     "fits_json": "fits sd15 decode 512 --gpu T4 --torch 2.9.1 --format json",
     "fits_csv": "fits sd15 decode_tiled 1024 --tile 512 --gpu T4 --torch 2.9.1 --format csv",

@@ -114,11 +114,11 @@ def a_catalogue(*profiles, rules=(), samples=()):
 
 
 def a_workspace(
-    catalogue=None, card=CARD, rules=(), coarse=False, cudnn=91002, shipped=91002, release=209, is_290=False, tf32=True,
-    guess="rule", sm=None,
+    catalogue=None, card=CARD, rules=(), coarse=False, cudnn=91002, shipped=91002, release=209, is_290=False,
+    is_off=False, tf32=True, guess="rule", sm=None,
 ):  # fmt: skip
     catalogue, card = catalogue or a_catalogue(), card if sm is None else ("", sm, 1)
-    return _core.Workspace(catalogue, card, rules, coarse, cudnn, shipped, release, is_290, tf32, guess)
+    return _core.Workspace(catalogue, card, rules, coarse, cudnn, shipped, release, is_290, is_off, tf32, guess)
 
 
 def said(lookup, conv):
@@ -182,6 +182,9 @@ OWN = [
     (Conv("float16", 1, 32, 9, 9, 32, 3, groups=32), {}, 0),
     (Conv("float32", 1, 32, 9, 9, 32, 3, groups=32), {}, 4),
     (Conv("float16", 1, 32, 9, 9, 32, 3, groups=32, layout="nhwc"), {}, 0),
+    (question(), dict(is_off=True), 5),
+    (question(depth=5), dict(release=208, is_off=True), 5),
+    (Conv("float16", 1, 32, 9, 9, 32, 3, groups=32), dict(is_off=True), 4),
 ]
 
 
@@ -191,7 +194,8 @@ def test_what_pytorch_runs_itself(conv, torch, why):
     count, own, *_ = said(lookup, conv)
     assert own == why and bool(lookup.known(True)) == bool(why)
     columns = conv.c * 9 * conv.h * conv.w * (2 if conv.dtype != "float32" else 4)
-    assert count == {1: columns, 2: 5 * 3 * columns, 3: columns}.get(why, 0)
+    deep = 5 * 3 * columns  # five frames, three of the filter
+    assert count == {1: columns, 2: deep, 3: columns, 5: deep if conv.depth else columns}.get(why, 0)
 
 
 def test_every_allocation_fails_once():

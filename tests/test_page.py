@@ -17,6 +17,8 @@ import pytest
 
 import vaemem
 from vaemem.__main__ import main
+from vaemem._render import in_gb
+from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.gpus import find_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +79,33 @@ def test_an_answer_is_the_package_s_own(op, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith(" ".join(found["sentences"]))
     assert [text for text in (f"{name} {text}" for name, text in found["facts"]) if text not in printed] == []
+
+
+@pytest.mark.parametrize("offload", ["none", "--novram"])
+def test_a_workflow_of_comfyui_is_answered_as_on_the_command_line(offload, capsys):
+    given = {"gpu": "RTX 3060", "runtime": "comfyui", "offload": offload}
+    answer = vaemem.predict_pipeline("qwen-image", 1024, 1024, **given)
+    found = ask("predict", [["model", "qwen-image"], ["height", "1024"], ["width", "1024"], *given.items()])
+    assert (found["verdict"], found["bytes"]) == (answer.verdict, needed(answer))
+    assert [phase[0] for phase in found["phases"]] == [*answer.placed]
+    placed, (_, more) = dict(found["facts"]), answer.paged["denoise"]
+    assert "models on the card" in placed["denoise"]
+    if offload == "none":
+        assert found["bytes"] == answer.least and found["meaning"].startswith("needed")
+        assert in_gb(more) in found["sentences"][-1] and f"sent per step {in_gb(more)}" in placed["denoise"]
+        assert "pages of weights" in [name for name, *_ in found["phases"][0][3]]
+    assert main(shlex.split(found["command"])[1:]) == 0
+    assert " ".join(capsys.readouterr().out.split()).startswith(" ".join(found["sentences"]))
+
+
+def test_all_workflows_of_comfyui_are_offered():
+    offered = choices()["runs"][""]["comfyui"]
+    assert [*offered] == [*WORKFLOWS]
+    for name, known in WORKFLOWS.items():
+        assert "dtype" not in offered[name] and ("frames" in offered[name]) == bool(known.frames)
+        for other in choices()["names"]["pipeline"].get(name, []):
+            run = [["model", other], ["runtime", "comfyui"], ["height", "512"], ["width", "512"], ["gpu", "RTX 4090"]]
+            assert ask("predict", run)["facts"][0][1].startswith(f"{name} "), other
 
 
 @pytest.mark.parametrize("op", ["", "decode", "encode", "decode_tiled", "encode_tiled"])
@@ -151,6 +180,7 @@ def test_what_would_fit_instead_fits_when_it_is_opened(arguments):
         ("plan", 'sdxl 1024 --gpu "RTX 4060"', "Take sequential offload, VAE whole."),
         ("plan", 'flux 1024 --gpu "RTX 3060" --component vae=float32', "Take model offload, VAE whole, nf4."),
         ("plan", 'zimage-turbo 1024 --gpu "RTX 3060" --runtime sd.cpp', "Take --offload-to-cpu, VAE whole."),
+        ("plan", 'zimage-turbo 1024 --gpu "RTX 3060" --runtime comfyui', "Take no option, VAE Decode."),
     ],
 )  # fmt: skip
 def test_longer_searches_find_what_the_package_finds(do, arguments, expected):
@@ -263,7 +293,7 @@ def type_run(page, run):
     if not is_listed:
         page.fill("[name=model]", model)
         page.press("[name=model]", "Tab")
-    for name in ("gpu", "memory", "used", "batch", "torch"):
+    for name in ("gpu", "memory", "used", "batch", "frames", "torch"):
         if page.is_visible(f"#form [name={name}]"):
             page.fill(f"#form [name={name}]", given.pop(name, ""))
     for name in ("width", "height"):
@@ -332,6 +362,24 @@ def test_sliders_and_lists_change_the_size(page):
     assert "width=832" in shown.url and "1216x832" in shown.inner_text("#command")
     shown.select_option("[name=op]", "decode_tiled")
     assert shown.is_visible("[name=tile]") and not shown.is_visible("[name=offload]")
+
+
+@pytest.mark.packages
+def test_workflows_of_comfyui_are_chosen_and_answered(page):
+    shown = page()
+    for arguments in ('qwen-image 1024 --gpu "RTX 3060"', 'wan-1.3b 480x832 --frames 33 --gpu "RTX 3060"'):
+        type_run(shown, run := run_of(f"{arguments} --runtime comfyui"))
+        assert shown.inner_text("#verdict").split() == " ".join(ask("predict", run)["sentences"]).split()
+    models = shown.locator("#models optgroup >> nth=0").locator("option")
+    assert models.evaluate_all("all => all.map(one => one.value)") == [*WORKFLOWS]
+    assert "ComfyUI decides" in shown.inner_text("[name=offload] option >> nth=0")
+    assert [name for name in ("dtype", "tile", "vae") if shown.is_visible(f"[name={name}]")] == []
+    shown.select_option("[name=offload]", "--novram")
+    shown.select_option("#models", "sdxl")
+    wait(shown)
+    assert shown.is_visible("[name=vae]") and not shown.is_visible("[name=frames]")
+    assert "--offload=--novram" in shown.inner_text("#command")
+    assert page(run_of("wan-14b 480 --frames 33")).input_value("[name=frames]") == "33"
 
 
 @pytest.mark.packages

@@ -76,6 +76,8 @@ def make_question(rng):
         run[name] = rng.choice(fields.get(name, [""])) if rng.random() < 0.5 else ""
     if "component" in fields and rng.random() < 0.3:
         run["component"] = rng.choice(rng.choice(list(fields["component"].values())))
+    if "frames" in fields and rng.random() < 0.3:
+        run["frames"] = rng.choice([1, 17, 49])
     more = {
         "batch": [2, 3, 16], "used": ["500MB", "1.5GB", "3 GiB", "much"], "os": choices()["os"],
         "memory": ["6GB", "10GB", "23.5GB"], "torch": ["2.4.1", "2.6.0", "2.7.1", "2.9.1", "2.11.0"],
@@ -92,6 +94,21 @@ def test_random_questions_have_the_same_answers(engine):
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        'qwen-image 1024 --gpu "RTX 3060"',
+        'sdxl 1024 --gpu "RTX 3060" --offload --novram --vae tiled',
+        'zimage-turbo 1024 --gpu "RTX 4060" --used 7.5GB',
+        'wan2.2-t2v-a14b 480x832 --gpu "RTX 4090" --frames 33 --component transformer=fp8',
+    ],
+)
+def test_workflows_of_comfyui_have_the_same_answers(engine, arguments):
+    run = run_of(f"{arguments} --runtime comfyui")
+    found = ask("predict", run)
+    assert "error" not in found and json.loads(engine("predict", run)) == found
+
+
+@pytest.mark.parametrize(
     ("do", "arguments"),
     [
         ("instead", 'sdxl decode 1024 --gpu "RTX 4060"'),
@@ -99,6 +116,7 @@ def test_random_questions_have_the_same_answers(engine):
         ("largest", 'sdxl decode 1024 --gpu "RTX 4060"'),
         ("plan", 'sdxl 1024 --gpu "RTX 4060"'),
         ("plan", 'zimage-turbo 1024 --gpu "RTX 3060" --runtime sd.cpp'),
+        ("plan", 'sd15 512 --gpu "RTX 3060" --runtime comfyui'),
     ],
 )
 def test_searches_find_the_same(engine, do, arguments):
@@ -125,6 +143,7 @@ def test_named_questions_are_answered_on_the_page(browser, site):
     wait(page)
     sizes = {name: len(gzip.compress((folder / name).read_bytes(), 9)) for name in sent}
     assert "core.wasm" in sizes and sum(sizes.values()) < LARGEST_TRANSFER, sizes
+    assert [name for name in sizes if "workflows" in name] == []
     for question, arguments, verdict in [row for row in ROWS if "--component" not in row[1]][:5]:
         type_run(page, run_of(arguments))
         assert page.inner_text("#verdict").lower().startswith(verdict), question

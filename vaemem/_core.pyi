@@ -187,7 +187,7 @@ class Catalogue:
 class Workspace:
     def __new__(
         cls, catalogue: Catalogue, card: _Card, rules: tuple[_CardRule, ...], coarse: bool, cudnn: int, shipped: int,
-        release: int, is_290: bool, tf32: bool, guess: str,
+        release: int, is_290: bool, is_off: bool, tf32: bool, guess: str,
     ) -> Workspace: ...  # fmt: skip
     def conv(self, question: tuple[Any, ...], /) -> tuple[int, int]: ...
     def answers(self, of: Trace | Script | Workspace, /) -> tuple[list[int], list[int], list[int]]: ...

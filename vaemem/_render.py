@@ -190,7 +190,8 @@ class Bullets:
 # Colours of the parts of a card; people with a colour-vision deficiency tell them apart (Okabe and Ito).
 COLOURS = {
     "weights": "#0072B2", "tensors": "#D55E00", "workspaces": "#E69F00", "cached": "#CC79A7", "vaemem": "#009E73",
-    "CUDA context": "#56B4E9", "others": "#6E6E6E", "Windows": "#999999", "spare": "rgba(128,128,128,0.35)",
+    "pages of weights": "#F0E442", "CUDA context": "#56B4E9", "others": "#6E6E6E", "Windows": "#999999",
+    "spare": "rgba(128,128,128,0.35)",
 }  # fmt: skip
 
 

@@ -359,6 +359,7 @@ static bool is_depthwise(const vm_conv *c) {
 /* Follows use_cudnn, needs_64bit_indexing_no_split and use_cudnn_depthwise in Convolution.cpp. */
 static vm_own_conv why_own(const vm_lookup_torch *t, const vm_conv *c, const elements *e) {
     const bool large = VM_MAX(e->in, e->out) / (uint64_t)c->n >= (uint64_t)1 << 31;
+    if (t->is_off) return is_depthwise(c) ? VM_OWN_DEPTHWISE : VM_OWN_OFF;
     if (c->dtype == VM_BF16 && t->sm < 80) return VM_OWN_BFLOAT16;
     if (c->dims == 3 && !c->nhwc && c->dtype != VM_F32 && most_of(c, c->filter) > 1 && t->release >= 209) {
         const bool avoided = t->cudnn >= 90800 && t->cudnn < 91500; /* pytorch/pytorch#166643 */

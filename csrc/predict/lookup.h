@@ -84,6 +84,7 @@ typedef struct vm_lookup_torch {
     int guessed; /* the version that guesses assume; set even if cudnn is unknown */
     int release; /* 100 * major + minor of PyTorch; 0: unknown */
     bool is_290; /* 2.9.0, which does not use cuDNN for 3d convolutions in half precision */
+    bool is_off; /* torch.backends.cudnn.enabled is False */
 } vm_lookup_torch;
 
 /* Why PyTorch runs a convolution with its own code. */
@@ -92,7 +93,8 @@ typedef enum vm_own_conv {
     VM_OWN_BFLOAT16,
     VM_OWN_CONV3D,
     VM_OWN_LARGE,
-    VM_OWN_DEPTHWISE
+    VM_OWN_DEPTHWISE,
+    VM_OWN_OFF /* cuDNN, or MIOpen, is off */
 } vm_own_conv;
 
 /* ---- lookups ---- */

@@ -204,21 +204,22 @@ static PyObject *catalogue_relatives(Catalogue *self, PyObject *args) {
 /* ---- Workspace ---- */
 
 static PyObject *workspace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"catalogue", "card",   "rules", "coarse", "cudnn", "shipped",
-                            "release",   "is_290", "tf32",  "guess",  NULL};
+    static char *names[] = {"catalogue", "card",   "rules",  "coarse", "cudnn", "shipped",
+                            "release",   "is_290", "is_off", "tf32",   "guess", NULL};
     PyObject *catalogue, *card, *rules;
     vm_workspace_for of = {0};
     vm_card_rule *rule = NULL;
-    int coarse, is_290, tf32;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!piiippO&:Workspace", names, &catalogue, &card, &PyTuple_Type,
-                                     &rules, &coarse, &of.torch.cudnn, &of.shipped, &of.torch.release, &is_290, &tf32,
-                                     to_guess, &of.guess) ||
+    int coarse, is_290, is_off, tf32;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!piiipppO&:Workspace", names, &catalogue, &card, &PyTuple_Type,
+                                     &rules, &coarse, &of.torch.cudnn, &of.shipped, &of.torch.release, &is_290, &is_off,
+                                     &tf32, to_guess, &of.guess) ||
         to_card(card, &of.card))
         return NULL;
     if (!vm_py_is(catalogue, (destructor)catalogue_dealloc))
         return vm_py_refuse_type("catalogue", "a Catalogue", catalogue);
     of.coarse = coarse;
     of.torch.is_290 = is_290;
+    of.torch.is_off = is_off;
     of.tf32 = tf32;
     const size_t count = (size_t)PyTuple_Size(rules);
     int failed = count ? vm_py_check(vm_scratch_new(count, sizeof *rule, &rule)) : 0;

@@ -16,9 +16,9 @@ from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT
 KEYWORDS = {"torch": "torch_version", "cudnn": "cudnn_version", "tokens": "prompt_tokens", "component": "components"}
 KEYWORDS["hires-from"] = "image"
 OFF = {"no-tf32": "allow_tf32", "no-guidance": "guidance"}
-NUMBERS = {"height": int, "width": int, "batch": int, "tile": int, "tokens": int, "steps": int, "tile-overlap": float}
+NUMBERS = dict.fromkeys(("height", "width", "batch", "frames", "tile", "tokens", "steps"), int)
+NUMBERS["tile-overlap"] = float
 PARTS = {"weights": "weights", "tensors": "activations", "workspaces": "workspace", "cached": "cached"}
-PARTS["vaemem"] = "outside"
 PART_NAMES = {"cached": "PyTorch's cache", "others": "other programs", "Windows": "kept by Windows", "spare": "free"}
 POINTS = 240  # of a timeline
 SHOWN_WAYS = 8  # of a plan
@@ -74,7 +74,8 @@ def _command(run):
     words = ["vaemem", "fits", given.get("model", ""), *filter(None, [given.get("op")]), "x".join(sides)]
     for name, value in run:
         if name not in ("model", "op", "height", "width"):
-            words += [f"--{name}", *[value] * (value != "on")]
+            is_option = value.startswith("--")  # as those of ComfyUI are
+            words += [f"--{name}={value}"] if is_option else [f"--{name}", *[value] * (value != "on")]
     return shlex.join(words)
 
 
@@ -105,18 +106,21 @@ def predict(run):
     """Say whether a run fits: in a sentence, as a number, as a bar and, for a pipeline, phase by phase."""
     answer = _answer(run)
     judged, gives = answer.judged, in_gb(answer.available)
-    needed, meaning = judged.here[1], f"taken of the {gives} that the card gives"
+    verb = "needed" if judged.verb == "needs" else "taken"
+    needed, meaning = judged.here[1], f"{verb} of the {gives} that the card gives"
     caption = "What fills the card:"
     if judged.took is None:
         needed, meaning = judged.least, f"needed at least; the card gives {gives}"
         caption = f"On a card with room for everything it would take {in_gb(judged.most)}:"
+        if judged.verb == "needs":
+            caption = "What fills the card when memory runs out:"
     clauses = (f"{clause[0].upper()}{clause[1:]}." for clause in answer.summary.split("; "))
     return {
-        "verdict": answer.verdict, "sentences": [*clauses, *filter(None, [answer.assumed_card])],
+        "verdict": answer.verdict, "sentences": [*clauses, *answer._costs(in_gb), *filter(None, [answer.assumed_card])],
         "bytes": needed, "number": in_gb(needed), "meaning": meaning, "caption": caption,
         "available": answer.available, "size": answer.card.gpu.reported_memory, "gives": gives,
         "parts": _parts(answer._parts), "phases": _phases(answer),
-        "facts": [pair for pair in [*answer.facts(in_gb), *answer._facts(in_gb)] if pair[1]],
+        "facts": [pair for pair in [*answer.facts(in_gb), *answer._facts(in_gb), *_placed(answer)] if pair[1]],
         "notes": list(answer.notes), "command": _command(run),
         "further": FURTHER[answer.kind],
     }  # fmt: skip
@@ -130,11 +134,20 @@ def _phases(answer):
     """Return a pipeline's phases: [name, outcome, total, parts]."""
     if answer.kind != "pipeline":
         return []
-    outcomes = [row[1] for row in answer._grid(in_gb).rows]
+    outcomes, parts = [row[1] for row in answer._grid(in_gb).rows], PARTS | {answer._outside: "outside"}
     return [
-        [phase.name, outcome, in_gb(phase.total), _parts({part: getattr(phase, of) for part, of in PARTS.items()})]
+        [phase.name, outcome, in_gb(phase.total), _parts({part: getattr(phase, of) for part, of in parts.items()})]
         for phase, outcome in zip(answer.phases, outcomes, strict=True)
     ]
+
+
+def _placed(answer):
+    """Return where ComfyUI has the weights in each phase, and what it sends, as facts."""
+    if not hasattr(answer, "paged"):
+        return []
+    _, table, _ = answer._blocks(in_gb)
+    pairs = [[row[0], zip(table.header[1:], row[1:], strict=True)] for row in table.rows]
+    return [[phase, ", ".join(f"{name} {text}" for name, text in cells if text)] for phase, cells in pairs]
 
 
 def timeline(run):
@@ -155,7 +168,7 @@ def instead(run):
     answer = _answer(run)
     if answer.verdict == FITS:
         return {"ways": []}
-    if dict(run).get("runtime") == "sd.cpp":
+    if dict(run).get("runtime") in ("sd.cpp", "comfyui"):
         return {"ways": plan(run)["ways"]}
     return {"ways": _ways(answer.would_fit, run)}
 

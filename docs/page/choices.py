@@ -6,16 +6,18 @@ import vaemem
 from vaemem._common import DTYPES, TILED_OPS, shipped
 from vaemem.engine.configs import SAMPLE_SIZES
 from vaemem.out_of_memory.sizes import COMMON, MADE_SIZES
+from vaemem.pipelines.comfyui_run import COMFYUI_OPTIONS
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_parts import WEIGHT_TYPES, is_from_a_file
 from vaemem.pipelines.pipeline_request import OFFLOADS, SMALL_TILE, TORCH_WAYS
 from vaemem.pipelines.storage import RULES
+from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.gpus import coarse_names, find_gpu, gpu_names
 from vaemem.prediction.request import KEPT, TILED_SIDES, VAEArguments, resolve_vae
 from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN, shipped_models
 from vaemem.sdcpp.running import MODELS, PLANNED_VAES, RESIDENCES, TYPES_BY_WORD
 
-# How the form spells the values of a field. Others are shown as they are; "" is "as usual".
+# How the form spells the values of a field, or of one program's field. Others are shown as they are; "" is "as usual".
 LABELS = {
     "op": {
         "": "The whole pipeline", "decode": "Only the VAE: decode", "encode": "Only the VAE: encode",
@@ -26,6 +28,7 @@ LABELS = {
         "invokeai": "InvokeAI", "bfl": "BFL's scripts for FLUX", "sd.cpp": "stable-diffusion.cpp",
     },
     "offload": {"none": "none: all on the card", "model": "model by model", "sequential": "sequential: layer by layer"},
+    "comfyui offload": {"none": "no option: ComfyUI decides"},
     "slicing": {"": "all at once", "on": "one by one"},
     "os": {"linux": "Linux", "windows": "Windows"},
 }  # fmt: skip
@@ -38,7 +41,10 @@ def offer_choices():
     """Return the values of the form's fields. "runs" has them by operation, program and model: a field that is not
     there does not apply. The first value of a list is the default. "with" is a pipeline's VAE."""
     runs = {op: {} for op in ("", *sorted(TILED_OPS, key=lambda op: (len(op), op)))}
-    runs[""] = {"diffusers": {name: _offer_pipeline(name) for name in _PLAYED}, "sd.cpp": _offer_graphs()}
+    runs[""] = {
+        "diffusers": {name: _offer_pipeline(name) for name in _PLAYED}, "sd.cpp": _offer_graphs(),
+        "comfyui": {name: _offer_workflow(known) for name, known in WORKFLOWS.items()},
+    }  # fmt: skip
     for op in TILED_OPS:
         for program in PROGRAM_NAMES:
             found = {model: _offer_vae(model, op, program) for model in (*shipped_models(), WAN)}
@@ -80,8 +86,18 @@ def _offer_pipeline(name):
     return {
         "dtype": dtypes, "offload": [*OFFLOADS, encoders], "vae": [*TORCH_WAYS, f"tiled {SMALL_TILE}"], "torch": [],
         "component": {role: ["", *(f"{role}={kind}" for kind in kinds)] for role, kinds in types.items()},
-        "with": known.parts["vae"],
+        "with": known.parts["vae"], **_offer_frames(known),
     }  # fmt: skip
+
+
+def _offer_workflow(known):
+    nodes = {} if known.owns_tiles else {"vae": ["whole", "tiled", f"tiled {SMALL_TILE}"]}
+    models = {role: ["", f"{role}=fp8"] for role in known.parts if role != "vae"}
+    return {"offload": COMFYUI_OPTIONS, **nodes, "torch": [], "component": models, **_offer_frames(known)}
+
+
+def _offer_frames(known):
+    return {"frames": []} if known.frames else {}
 
 
 def _offer_graphs():

@@ -4,7 +4,7 @@
 
 const $ = (id) => document.getElementById(id);
 const form = $("form");
-const DEPENDENT = ["dtype", "offload", "vae", "tile", "slicing", "torch"];
+const DEPENDENT = ["dtype", "offload", "vae", "tile", "slicing", "torch", "frames"];
 let choices;
 if (location.protocol !== "file:") $("needs-server").remove();
 
@@ -70,7 +70,7 @@ function setOptions(select, values, wanted, labels = {}, keeps = false) {
 // an address do.
 function offer(run, keeps) {
   const wanted = Object.fromEntries(run);
-  const label = (name) => choices.labels[name];
+  const label = (name) => ({ ...choices.labels[name], ...choices.labels[`${form.runtime.value} ${name}`] });
   setOptions(form.op, Object.keys(choices.runs), wanted.op ?? "", label("op"), keeps);
   setOptions(form.os, choices.os, wanted.os, label("os"), keeps);
   const programs = choices.runs[form.op.value] ?? {};
@@ -79,7 +79,8 @@ function offer(run, keeps) {
   const fields = models[offerModels(models, wanted.model ?? "", keeps)] ?? {};
   for (const name of DEPENDENT) {
     const field = form.elements[name];
-    field.closest("label").hidden = !fields[name];
+    const isTyped = keeps && !field.options && wanted[name];
+    field.closest("label").hidden = !fields[name] && !isTyped;
     if (field.options) setOptions(field, fields[name] ?? [""], wanted[name], label(name), keeps);
   }
   const roles = Object.entries(fields.component ?? {});

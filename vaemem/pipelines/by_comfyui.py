@@ -50,9 +50,8 @@ class ComfyUIPrediction(PlayedAnswer):
     title, phases, peak, bottleneck, fits, verdict, summary, spare, on_card, out_of_memory_at, available, band, upper
         As in `PipelinePrediction`. The run is always on this card, because the manager's decisions depend on it.
     least : int
-        An `available` with which the workflow goes through. With the dynamic manager no weight needs to stay on the
-        card: PyTorch's peak, the buffers and a layer's pages. With the classic one the least, in pages of 2 MiB: with
-        less it decides otherwise, and that is played.
+        The least `available` with which the workflow goes through. With less the managers decide otherwise, and that is
+        played: with the dynamic one node by node, in steps of 16 MiB; with the classic one in pages of 2 MiB.
     placed : dict of str to dict
         For each phase the models that the manager keeps on the card: {role: (bytes on the card, bytes of all)}.
     left : dict of str to list of str
@@ -76,6 +75,7 @@ class ComfyUIPrediction(PlayedAnswer):
     ('fits', (..., 12309821472), (..., ...))
     """
 
+    request: WorkflowRequest
     _outside = "pages of weights"
 
     def __init__(self, request: WorkflowRequest):
@@ -84,7 +84,7 @@ class ComfyUIPrediction(PlayedAnswer):
         batch = f", {q.batch} images" if q.batch > 1 else ""
         option = "" if q.offload == DYNAMIC else f", {q.offload}"
         self.title = f"{q.name} {q.size}{batch} by {SOURCE} ({card.gpu.name}, VAE {q.vae}{option})"
-        here = ComfyUIRun(request, card.available())
+        here = ComfyUIRun.on_card(request, card.available())
         run = ComfyUIRun(request, card.available(), here.process.workspace, here)
         process, phases, played = run.process, run.phases(), here.phases()
         self._process, self._cudnn = process, getattr(process.workspace, "cudnn_version", None)
@@ -132,10 +132,11 @@ class ComfyUIPrediction(PlayedAnswer):
         return super()._more_data() | {"comfyui": {"phases": phases, "tiled": self.tiled}}
 
     def _costs(self, size: Sizer) -> list[str]:
-        """Say what the dynamic manager sends: a run that fits may be slow."""
+        """Say if the decode is in tiles, and what the dynamic manager sends: a run that fits may be slow."""
         sent = max((more for _, more in self.paged.values()), default=0)
         slower = f"Of the denoiser's weights {size(sent)} have no room on the card: each step sends them."
-        return [*super()._costs(size), *[slower] * bool(sent)]
+        tiles = f"The whole decode has no room, so ComfyUI decodes in tiles of {self.request.fallback_pixels} pixels."
+        return [*[tiles] * self.tiled, *super()._costs(size), *[slower] * bool(sent)]
 
     def _blocks(self, size: Sizer) -> list[Block]:
         rows = []
@@ -164,7 +165,7 @@ def plan(given: PlanArguments) -> PipelinePlan:
     """Answer `vaemem.plan_pipeline`: with each option of the program, and with either node for the decode."""
     machine = given.machine()
     found = []
-    nodes = ("whole", "tiled") if is_vae(given.known.parts["vae"]) else ("whole",)
+    nodes = ("whole",) if given.known.owns_tiles else ("whole", "tiled")
     for option, vae in itertools.product(COMFYUI_OPTIONS, nodes):
         p = ComfyUIPrediction(_resolve(given, option, vae))
         phases = tuple(phase._replace(work=p.work(phase, machine)) for phase in p.phases)
@@ -192,8 +193,8 @@ def _resolve(given: PipelineArguments, offload: Any, vae: Any) -> WorkflowReques
     if how == "tiled" and side and not is_tile(side, 2 * VAE_STRIDE):
         raise ArgumentError("vae", "the side of a tile in pixels, a multiple of 16 as in 'tiled 512'", repr(vae))
     vae = f"tiled {side or USUAL_TILE}" if how == "tiled" else meant("vae", vae, ("whole", "tiled"))
-    if vae != "whole" and not is_vae(known.parts["vae"]):
-        raise ArgumentError("vae", f"whole with {name}", repr(vae), "nobody recorded its VAE otherwise")
+    if vae != "whole" and known.owns_tiles:
+        raise ArgumentError("vae", f"whole with {name}, whose VAE makes tiles by itself", repr(vae))
     gpu = given.card.gpu
     least_sm = BFLOAT16_SM if known.dtype == "bfloat16" else _LEAST_SM
     if gpu.maker != "NVIDIA" or gpu.sm < least_sm or _SLOW_HALF.search(gpu.name):

@@ -27,6 +27,7 @@ NATIVE_HEADROOM = 128 * MIB  # more, when PyTorch's own allocator asks the drive
 _SMALL, _FIRST = 16 * 1024, 64 * 1024  # bytes of layers without a place, and of layers in front
 _SPACE, _ALIGNED, _STREAMS = 10, 1024, 2  # a space has ten times its model's bytes
 _SEGMENT = 2 * MIB  # PyTorch's least request
+_ENOUGH = 1 << 62
 
 _Weights = Iterable[tuple[str, Sequence[int], int]]  # (name, shape, bytes per element)
 _Call = tuple[Sequence[str], int]  # layers that are sent together, and bytes that PyTorch holds then
@@ -288,17 +289,29 @@ def page_nodes(
     return found
 
 
-def least_free(staged: _Staged, steps: int, calls: Sequence[_Call]) -> tuple[int, int]:
-    """Return two bounds of the free bytes with which a node goes through.
+def least_free(staged: _Staged, steps: int, calls: Sequence[_Call]) -> int:
+    """Return the least free bytes with which a node goes through, in chunks of a stream's buffer.
 
-    The first is PyTorch's peak and the buffers then, if each call sends its layers and no page stays. Most nodes go
-    through with it. The second is enough: PyTorch's peak, a call's layers in both buffers, and a call's layers in
-    pages, which cannot leave before the call ends.
+    It is enough to have PyTorch's peak, a call's layers in both buffers, and a call's layers in pages, which cannot
+    leave before the call ends. Most nodes need as much as PyTorch's peak and the buffers then, if each call sends its
+    layers and no page stays; so this is tried first.
     """
-    card = _Card(0, sys.maxsize, False)
-    own = card.spaces[""] = _Space(staged, 0)
-    card.run(("", steps, calls))
+
+    def run(capacity: int, free: int) -> tuple[_Card, bool]:
+        card = _Card(capacity, free, False)
+        card.spaces[""] = _Space(staged, capacity)
+        return card, not card.run(("", steps, calls)).failure
+
+    card, _ = run(0, sys.maxsize)
+    own = card.spaces[""]
     sizes = (sum(own.places[layer][1] for layer in layers) for layers, _ in calls)
     pages = (len({page for layer in layers for page in own.pages_of(layer)}) for layers, _ in calls)
     most = _STREAMS * _count(max(sizes, default=0), CHUNK_BYTES) * CHUNK_BYTES + max(pages, default=0) * PAGE_BYTES
-    return card.peak, own.forced + max((held for _, held in calls), default=0) + most
+    low = own.forced + max((held for _, held in calls), default=0)  # without room for a layer
+    high, middle = low + most, card.peak
+    while high - low > CHUNK_BYTES:
+        fits = run(_ENOUGH, middle)[1]
+        low, high = (low, middle) if fits else (middle, high)
+        is_first = fits and middle == card.peak
+        middle = middle - CHUNK_BYTES if is_first else (low + high) // 2
+    return high

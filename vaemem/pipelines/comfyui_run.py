@@ -30,7 +30,7 @@ from vaemem.pipelines.comfyui import (
     estimate_denoiser,
 )
 from vaemem.pipelines.comfyui_dynamic import PAGE_BYTES, least_free, page_nodes, stage_weights
-from vaemem.pipelines.components import Pipeline, vae_counts
+from vaemem.pipelines.components import Pipeline, is_vae, vae_counts
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.pipelines.pipeline_run import PipelineRun
@@ -52,6 +52,7 @@ WHOLE = f"{CLASSIC} --disable-smart-memory"  # models leave whole; how it change
 COMFYUI_OPTIONS = (DYNAMIC, CLASSIC, NO, WHOLE)
 USUAL_TILE = 512  # pixels of a tile's side by default
 _FALLBACK = 64, 256  # after a decode ran out of memory: latents of a tile's side; pixels for a VAE of videos, or more
+_TILE_FRAMES, _LEAST_FRAMES = 64, 2  # of a video in VAEDecodeTiled's tiles; of their latents
 _PLAYED_STEPS = 3  # of a denoiser by the dynamic manager; further steps send as much as the last one
 _ENOUGH = 1 << 62
 # The class of these layers is not in comfy/ops.py. Their own code moves their weights.
@@ -79,31 +80,48 @@ class WorkflowRequest(PipelineRequest):
         """Return ComfyUI's estimate of a call besides weights, with one prompt; 0 for text encoders."""
         v = self.variables
         if role == "vae":
-            return self._estimate_decode(self.tile // self.pipeline.factor or max(v["h"], v["w"]))
+            return (
+                self._estimate_decode(*self.tile_latents) if self.tile else self._estimate_decode(max(v["h"], v["w"]))
+            )
         if role == ENCODERS:
             return 0
         area = self.batch * v["f"] * v["h"] * v["w"]
         return estimate_denoiser(self.pipeline.usage, area, self.part(role).dtype)
 
-    def _estimate_decode(self, side: int) -> float:
-        """Return ComfyUI's estimate of a decode, or of its tiles. side: most latents of a side."""
+    def _estimate_decode(self, side: int, frames: int = 1 << 20) -> float:
+        """Return ComfyUI's estimate of a decode, or of its tiles. side, frames: most latents of each"""
         v, width = self.variables, programs.DTYPE_BYTES[self.part("vae").dtype]
-        b, c = next((b, c) for least, b, c in reversed(self.pipeline.decodes) if v["f"] >= least)
-        return float((b * v["f"] + c) * min(v["h"], side) * min(v["w"], side) * width)
+        f = min(v["f"], frames)
+        b, c = next((b, c) for least, b, c in reversed(self.pipeline.decodes) if f >= least)
+        return float((b * f + c) * min(v["h"], side) * min(v["w"], side) * width)
 
     @property
-    def fallback(self) -> int:
-        """Pixels of a tile's side after a whole decode ran out of memory. Tiles of a VAE of videos are as large as the
-        estimate of the whole decode permits, up to 80% of the card."""
-        v, factor = self.variables, self.pipeline.factor
+    def tile_latents(self) -> tuple[int, int]:
+        """Latents of a side of VAEDecodeTiled's tiles, and frames of them."""
+        known = self.pipeline
+        return self.tile // known.factor, max(_TILE_FRAMES // known.frame_factor, _LEAST_FRAMES)
+
+    @property
+    def fallback_pixels(self) -> int:
+        """Pixels of the side of such tiles."""
+        return self.fallback[0] * self.pipeline.factor
+
+    @property
+    def fallback(self) -> tuple[int, int]:
+        """Latents of a side of tiles after a whole decode ran out of memory, and frames of them. Tiles of a VAE of
+        videos are as large as the estimate of the whole decode permits, up to 80% of the card: first as long, then as
+        wide."""
+        v, component = self.variables, self.part("vae").component
         latents, pixels = _FALLBACK
-        if architecture(self.part("vae").component).get("family") != "wan":
-            return latents * factor
-        side, most = pixels // factor, max(v["h"], v["w"])
+        if is_vae(component) and architecture(component).get("family") != "wan":
+            return latents, v["f"]
+        side, frames, most = pixels // self.pipeline.factor, v["f"], max(v["h"], v["w"])
         budget = min(self._estimate_decode(most), 0.8 * self.card.gpu.total_memory)
-        while 2 * side <= most and self._estimate_decode(2 * side) <= budget:
+        while frames > _LEAST_FRAMES and self._estimate_decode(side, frames) > budget:
+            frames = -(-frames // 2)
+        while 2 * side <= most and self._estimate_decode(2 * side, frames) <= budget:
             side *= 2
-        return side * factor
+        return side, frames
 
 
 class _Sent(NamedTuple):
@@ -161,13 +179,16 @@ class ComfyUIRun(PipelineRun):
     request: WorkflowRequest
 
     def __init__(
-        self, request: WorkflowRequest, available: int, workspace: Any = None, again: ComfyUIRun | None = None
-    ):
-        """again: a run on that card, to play with room for everything."""
+        self, request: WorkflowRequest, available: int, workspace: Any = None, again: ComfyUIRun | None = None,
+        tiled: bool = False,
+    ):  # fmt: skip
+        """again: a run on that card, to play with room for everything. tiled: as of the attribute"""
         device = {} if again else {"total_memory": max(available, PAGE)}
         super().__init__(request, request.start(workspace, **device))
         self.moved, self.available, self.has_room = [], available, again is not None
-        self.tiled: bool = bool(again and again.tiled)  # whether the decode runs out of memory, and runs again in tiles
+        self.tiled: bool = bool(
+            again.tiled if again else tiled
+        )  # whether a whole decode runs out of memory, and tiles follow
         self.full: tuple[str, PeakTensor] | None = None
         self.sent: dict[str, _Sent] = {}  # by phase
         self._now, self._role, self._returned = "", "", 0
@@ -180,6 +201,13 @@ class ComfyUIRun(PipelineRun):
         except OutOfMemoryError as error:
             self.full = self._now, PeakTensor(self.process.frames[error.tag], error.requested)
         self._weights.finish()
+
+    @classmethod
+    def on_card(cls, request: WorkflowRequest, available: int, workspace: Any = None) -> ComfyUIRun:
+        """Play a workflow on a card. If a whole decode runs out of memory, ComfyUI decodes in tiles."""
+        run = cls(request, available, workspace)
+        tiles = run.full and run._role == "vae" and request.vae == "whole" and not request.pipeline.owns_tiles
+        return cls(request, available, workspace, tiled=True) if tiles else run
 
     # ---- what the text does ----
 
@@ -203,6 +231,24 @@ class ComfyUIRun(PipelineRun):
         self.process.empty_cache()
 
     def _call(self, role: str, **sizes: int) -> Sequence[int]:
+        """Call a recorded module. A recorded VAE decodes whole or in tiles, as in `_decode`."""
+        if role != "vae" or self._now != "decode" or not self._has_tiles:
+            return self._play_recorded(role, **sizes)
+        side, frames = self._tile_latents
+        most = {"n": 1, "f": frames, "h": side, "w": side}
+        tile = {name: min(sizes[name], most[name]) for name in most}
+        return self._play_recorded(role, math.prod(-(-sizes[name] // tile[name]) for name in most), **sizes | tile)
+
+    @property
+    def _has_tiles(self) -> bool:
+        return self.tiled or self.request.vae != "whole"
+
+    @property
+    def _tile_latents(self) -> tuple[int, int]:
+        return self.request.tile_latents if self.request.tile else self.request.fallback
+
+    def _play_recorded(self, role: str, times: int = 1, **sizes: int) -> Sequence[int]:
+        """Play a call, which counts as some of them, one after the other."""
         self.bring(role)
         part, process = self.parts[role], self.process
         passing = self._weights.passing(role, sizes)
@@ -211,7 +257,7 @@ class ComfyUIRun(PipelineRun):
         recording = programs.load_program(part.component)
         trace = recording.trace(part.dtype, process.gpu, [*passing, *working], (), **sizes)
         left = process.call(trace)
-        process.count(flops=trace.flops, sent=sum(one.bytes for one in passing))
+        process.count(flops=times * trace.flops, sent=times * sum(one.bytes for one in passing))
         return [left[id_] for id_ in sorted(left)]
 
     def _encode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
@@ -228,8 +274,7 @@ class ComfyUIRun(PipelineRun):
         return ()
 
     def _decode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
-        """Play VAEDecode or VAEDecodeTiled. If a whole decode runs out of memory, it decodes in tiles. given: the
-        latents on the card, which the trace of a decode has, too."""
+        """Play VAEDecode or VAEDecodeTiled. given: the latents on the card, which the trace of a decode has, too."""
         q, part, process = self.request, self.parts["vae"], self.process
         self.free(given)
         self._returned = given
@@ -237,15 +282,13 @@ class ComfyUIRun(PipelineRun):
         vae = LoadedVAE(process, architecture(part.component), "comfyui", part.dtype, self._weights.held("vae"))
         largest = self._weights.largest_sent("vae")
         passing = process.hold("weights of vae", largest) if largest else 0
-        if q.vae == "whole" and not self.tiled:
+        if self._has_tiles:
+            side, frames = self._tile_latents
+            self._decode_part(vae, n, min(f, frames), h, w, side * q.pipeline.factor)
+        else:
             batch = max(1, int(self._weights.free() / q.estimate("vae")))
-            try:
-                for first in range(0, n, batch):
-                    self._decode_part(vae, min(batch, n - first), f, h, w, 0)
-            except OutOfMemoryError:
-                self.tiled = True
-        if self.tiled or q.vae != "whole":
-            self._decode_part(vae, n, f, h, w, q.tile or q.fallback)
+            for first in range(0, n, batch):
+                self._decode_part(vae, min(batch, n - first), f, h, w, 0)
         if passing:
             process.release([passing])
         return ()
@@ -332,12 +375,12 @@ class _Dynamic:
             calls = [((), held), *((layers, held) for layers in self._together(staged.called))]
             steps = min(run.request.steps, _PLAYED_STEPS) if name.startswith("denoise") else 1
             nodes.append((role, steps, calls))
-            needed.append(least_free(staged, steps, calls)[1] - staged.forced - held)
+            needed.append(least_free(staged, steps, calls) - staged.forced - held)
         before: Mapping[str, int] = {}
         placed = page_nodes(self.staged, nodes, capacity, free)
-        for (name, _, _), (_, steps, _), least, paged in zip(self._nodes, nodes, needed, placed, strict=False):
+        for (name, role, _), (_, steps, _), least, paged in zip(self._nodes, nodes, needed, placed, strict=False):
             if paged.failure:
-                run.full = run.full or (name, PeakTensor("buffers of weights", sum(paged.buffers)))
+                run.full, run._role = run.full or (name, PeakTensor("buffers of weights", sum(paged.buffers))), role
             run.sent[name] = self._add(run.sent.get(name, _Sent()), paged, steps, least, before)
             before = paged.pages
 
@@ -475,7 +518,7 @@ class _Plays(Plays):
         low, high = (size // PAGE for size in self.search)
         while low + 1 < high:
             middle = (low + high) // 2
-            fails = ComfyUIRun(self.request, middle * PAGE, self.process.workspace).full
+            fails = ComfyUIRun.on_card(self.request, middle * PAGE, self.process.workspace).full
             low, high = (middle, high) if fails else (low, middle)
         return high * PAGE
 
@@ -495,7 +538,5 @@ def describe_decisions(run: ComfyUIRun) -> Iterator[str]:
     yield "it starts with no model on the card, and with more free memory on the host than on the card"
     yield "PyTorch's flash attention was played; workspaces of cuDNN's, which ComfyUI uses next, are unknown"
     yield from run.request.pipeline.notes
-    if run.tiled:
-        yield f"the whole decode runs out of memory, so ComfyUI decodes in tiles of {run.request.fallback} pixels"
     if manager == "classic" and run._weights.largest_sent("vae"):
         yield "vae: of its layers that come for their calls, the largest counts during the whole decode"

@@ -78,6 +78,7 @@ class Pipeline(NamedTuple):
     blocks: of a workflow, how names of its denoiser's blocks begin, if ComfyUI sends a whole block in advance
     decodes: of a workflow, its VAE's estimate of a decode: (a, b, c) for a frames of latents or more, in which a square
         of them takes (b frames + c) numbers
+    owns_tiles: of a workflow, whether its VAE makes tiles by itself, and ComfyUI makes none (handles_tiling)
     """
 
     about: str
@@ -120,6 +121,7 @@ class Pipeline(NamedTuple):
     usage: float = 0
     blocks: str = ""
     decodes: Sequence[Sequence[Any]] = ()
+    owns_tiles: bool = False
 
     @property
     def class_name(self) -> str:

@@ -39,6 +39,8 @@ class Gpu(NamedTuple):
         ``"NVIDIA"``, or the maker of the library that runs its convolutions: ``"AMD"``, ``"Intel"``, ``"Apple"``.
     rules : tuple of dict
         Facts about its workspaces from published measurements, as rules of profiles.
+    architecture : str
+        AMD's name of its instruction set, ``"gfx1100"``; "" for other makers' cards, and if it is unknown.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Gpu(NamedTuple):
     coarse: str = ""
     maker: str = "NVIDIA"
     rules: tuple[dict[str, Any], ...] = ()
+    architecture: str = ""
 
     @property
     def key(self) -> str:
@@ -141,8 +144,8 @@ def _key(name: str) -> str:
 def _coarse() -> dict[str, tuple[str, int, dict[str, Any]]]:
     """Return {key: (name, GB as sold, its kind)} of cards that no cuDNN was asked about. 0 GB: the host's memory.
 
-    A kind is a row of ``gpus.json``: the cards' maker; the card that stands for their tensors; and, if the rule for
-    cards without tensor cores applies, whether it is "taken" or "possible".
+    A kind is a row of ``gpus.json``: the cards' maker; the card that stands for their tensors; the architecture of
+    AMD's cards; and, if the rule for cards without tensor cores applies, whether it is "taken" or "possible".
     """
     return {
         _key(name): (" ".join(filter(None, (kind["maker"], kind["brand"], name))), gigabytes, kind)
@@ -172,11 +175,14 @@ def _find_coarse(name: str, size: int | None) -> Gpu | None:
     card = find_gpu(kind["stand_in"], size or gigabytes << 30)
     why = f"{card.name} for {full}, without cuDNN's answers: tensors are known, workspaces lie in a range"
     if kind["maker"] != "NVIDIA":
-        why = f"{card.name} for {full}: tensors are known, workspaces lie between none and those of im2col"
+        why = f"{card.name} for {full}: tensors are known"  # `Workspace.substitutions` says the rest
     rules: tuple[dict[str, Any], ...] = ()
     if "standing" in kind:
         rules = (json.loads(shipped("gpus.json"))["without_tensor_cores"] | {"standing": kind["standing"]},)
-    return card._replace(name=full, card=card.name, coarse=why, maker=kind["maker"], rules=rules)
+    return card._replace(
+        name=full, card=card.name, coarse=why, maker=kind["maker"], rules=rules,
+        architecture=kind.get("architecture", ""),
+    )  # fmt: skip
 
 
 def _maker(name: str) -> str:
@@ -188,7 +194,7 @@ def _maker(name: str) -> str:
 def _kind_of(text: str) -> dict[str, Any] | None:
     """Return the kind of an unlisted card, by the beginning of its name; None if it means no such card."""
     if (maker := _maker(text)) != "NVIDIA":
-        return {"maker": maker, "stand_in": "RTX 3090"}
+        return {"maker": maker, "stand_in": "RTX 3090", "architecture": text if text.startswith("gfx") else ""}
     return {"maker": maker, "stand_in": "T4", "standing": "possible"} if _UNRECORDED.match(text) else None
 
 

@@ -120,7 +120,7 @@ class Prediction(ModulePrediction):
     coarse : bool
         Whether cuDNN's answers were recorded neither for the card nor for a similar one. Then tensors are known, and
         `band` and `upper` span the workspaces of all cards, and none. On AMD's, Intel's and Apple's cards they span
-        none, as in `reserved`, and im2col's.
+        none, as in `reserved`, and im2col's. ComfyUI has im2col's alone on AMD's newer cards.
     spare : int
         Bytes of `available` left while it runs; a coarse answer counts the most that the run takes. Below 0 if the
         run fails: at least that much is missing.

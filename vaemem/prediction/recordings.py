@@ -47,8 +47,9 @@ _ROW: Mapping[str, Callable[[Any], bool]] = {
     "usage": lambda value: isinstance(value, int | float) and 0 <= value < 1 << 20,
     "blocks": lambda value: isinstance(value, str) and len(value) < 256,
     "decodes": lambda value: isinstance(value, list) and all(isinstance(one, list) for one in value),
+    "owns_tiles": lambda value: isinstance(value, bool),
 }  # fmt: skip
-OPTIONAL_FACTS = "clip", "sound", "frame_range", "workflow", "usage", "blocks", "decodes"  # that a row may lack
+OPTIONAL_FACTS = "clip sound frame_range workflow usage blocks decodes owns_tiles".split()  # that a row may lack
 
 
 def is_recording(name: Any) -> bool:

@@ -208,6 +208,8 @@ class Request:
         """Start a fresh process, with another workspace if one is given. `device` has `total_memory` and `history` as
         `CachingAllocator` takes them."""
         software, workspace = self.software, self.workspace if workspace is None else workspace
+        if workspace is None and software.runtime == "comfyui" and _turns_miopen_off(self.card.gpu):
+            workspace = Workspace(self.card.gpu, software.cudnn_version, tf32=software.allow_tf32, enabled=False)
         allocator = CachingAllocator(**{"history": False, **_allocator_settings(software.allocator), **device})
         return SimulatedProcess(
             self.card.gpu, software.cudnn_version, software.torch_version, allocator=allocator, workspace=workspace,
@@ -225,6 +227,19 @@ class Request:
         request is ever refused, so it is the same process."""
         available = process.available
         return (process, None) if process.most_reserved <= available else self.play_on(available, process)
+
+
+# The architectures on which ComfyUI leaves MIOpen on (AMD_RDNA2_AND_OLDER_ARCH in comfy/model_management.py), and
+# gfx1032: builds of PyTorch without kernels for it run it as gfx1030, with HSA_OVERRIDE_GFX_VERSION.
+_MIOPEN_STAYS_ON = {
+    "gfx1030", "gfx1031", "gfx1035", "gfx1010", "gfx1011", "gfx1012", "gfx906", "gfx900", "gfx803", "gfx1032",
+}  # fmt: skip
+
+
+def _turns_miopen_off(gpu: Gpu) -> bool:
+    """Return whether ComfyUI sets ``torch.backends.cudnn.enabled = False``: on AMD's newer cards, since October 2025
+    (Comfy-Org/ComfyUI#10302, #10437), unless COMFYUI_ENABLE_MIOPEN is 1."""
+    return gpu.architecture != "" and gpu.architecture not in _MIOPEN_STAYS_ON
 
 
 def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:

@@ -180,6 +180,7 @@ _OWN = (
     "im2col: no cuDNN for 3d convolutions in half precision in 2.9.0, nor later below cuDNN 9.15",
     "im2col: no cuDNN before 9.3 for more than 2^31 elements",
     "own kernels for depthwise convolutions",
+    "im2col: torch.backends.cudnn.enabled is False",
 )
 
 
@@ -194,7 +195,8 @@ class Workspace:
     On a card without cuDNN they lie between none and im2col's. A library such as AMD's MIOpen has kernels that need no
     workspace, and may also unfold the input. The product of filters and columns then needs all columns at once, nine
     times the input of a 3x3 convolution. The choice depends on the library's version, its settings and its earlier
-    measurements. The answer is none, and `alternatives` has im2col's.
+    measurements. The answer is none, and `alternatives` has im2col's. If the library is off, PyTorch's own code unfolds
+    each input, so the columns are certain.
 
     Parameters
     ----------
@@ -209,6 +211,8 @@ class Workspace:
         ``torch.backends.cudnn.allow_tf32``, on by default in PyTorch.
     catalogue : Catalogue, optional
         The recorded data; by default everything that ships.
+    enabled : bool
+        ``torch.backends.cudnn.enabled``, which also turns MIOpen off.
 
     Attributes
     ----------
@@ -235,9 +239,11 @@ class Workspace:
         torch_version: str | None = None,
         tf32: bool = True,
         catalogue: Catalogue | None = None,
+        enabled: bool = True,
     ):
         self.gpu = find_gpu(gpu)
         self._library = LIBRARIES.get(self.gpu.maker)  # if it is not cuDNN
+        self._has_range = bool(self._library and enabled)
         if self._library:
             if cudnn_version is not None:
                 wanted = f"None with {self.gpu.name}, on which no cuDNN runs"
@@ -253,14 +259,15 @@ class Workspace:
         is_290 = bool(torch_version and torch_version.startswith("2.9.0"))
         self._core = _core.Workspace(
             self._catalogue.core, card_of(self.gpu), tuple(map(card_rule, self.gpu.rules)), bool(self.gpu.coarse),
-            number_of(self.cudnn_version), number_of(shipped), 100 * major + minor, is_290, tf32,
-            "least" if self._library else "rule",
+            number_of(self.cudnn_version), number_of(shipped), 100 * major + minor, is_290, not enabled,
+            tf32, "least" if self._library else "rule",
         )  # fmt: skip
         self._described: list[tuple[str, str]] = []  # the core's sources
 
     @property
     def substitutions(self) -> dict[str, None]:  # documented above
-        return dict.fromkeys(filter(None, (self.gpu.coarse, *(what for _, what in self._sources()))))
+        coarse = self.gpu.coarse + ", workspaces lie between none and those of im2col" * self._has_range
+        return dict.fromkeys(filter(None, (coarse, *(what for _, what in self._sources()))))
 
     @property
     def by_pytorch(self) -> set[Conv]:  # documented above
@@ -274,8 +281,8 @@ class Workspace:
 
     @property
     def between(self) -> str:
-        """The upper end of the range of answers on a card without cuDNN, in words; "" with cuDNN."""
-        if not self._library:
+        """The upper end of the range of answers on a card without cuDNN, in words; "" if there is no such range."""
+        if not self._has_range:
             return ""
         known = "AMD" == self.gpu.maker  # published requests show its behaviour
         why = f"which {self._library} may or may not use" if known else f"because {self._library}'s are unknown"

@@ -47,17 +47,17 @@ ABSENT = """
 
 
 class Strip(ast.NodeTransformer):
-    """Removes docstrings and annotations. A class with fields gets their names as __fields__, which lib/dataclasses.py
-    and lib/typing.py read."""
+    """Removes docstrings and annotations, which nothing in the page reads. A class with fields gets their names as
+    __fields__, which lib/dataclasses.py and lib/typing.py read."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
         if isinstance(node, ast.arg):
             node.annotation = None
-        elif isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef):
             node.returns = None
-            if ast.get_docstring(node, clean=False) is not None:
-                node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node, clean=False):
+            node.body = node.body[1:] or [ast.Pass()]
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
