@@ -229,6 +229,24 @@ def test_what_happens_for_each_step_and_clip_is_there_once():
     check_text(PipelineText("\n".join(lines)), at, record(at), lambda *_: {})
 
 
+def test_what_is_freed_after_a_call_is_counted_with_its_outputs():
+    """The second call's output is freed once the third call has its own: it is no output of the last call."""
+    pytest.importorskip("diffusers")
+    from vaemem.pytorch.text_recorder import EventWriter
+
+    writer, outputs = EventWriter(pieces={"vae"}), []
+    for _ in range(3):
+        writer.call("vae", "decoder", {})
+        outputs.append([writer.take(8, "") for _ in range(2)])
+        writer.leave([*outputs[-1]])
+        writer.hidden = False
+        if len(outputs) < 3:
+            writer.mark("done")
+    writer.give(outputs[1][1])
+    writer.mark("done")
+    assert [event.words for event in writer.events if event.kind == "free"] == [("vae", "3")]
+
+
 @pytest.fixture(scope="module")
 def recorder():
     for package in ("torch", "diffusers", "transformers"):

@@ -34,7 +34,7 @@ from vaemem.pipelines.components import Pipeline, is_vae, vae_counts
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.pipelines.pipeline_run import PipelineRun
-from vaemem.pipelines.text import load_text, phase_of, play_text
+from vaemem.pipelines.text import load_text, play_text
 from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.held import LoadedVAE
 from vaemem.prediction.passing import BY_DIFFUSERS, Passing
@@ -211,17 +211,17 @@ class ComfyUIRun(PipelineRun):
 
     # ---- what the text does ----
 
-    def call(self, role: str, method: str, given: int, kept: int, **sizes: int) -> Sequence[int]:
-        self._now = phase_of(role, method) or self._now
-        if (role, self._now) == (ENCODERS, self._phase):
-            self._weights.begin_node(role)
-        return super().call(role, method, given, kept, **sizes)
-
     def bring(self, role: str) -> None:
         """Let the manager load a model, unless it did so last."""
         if role != self._role:
             self._role = role
             self._weights.load(role)
+
+    def _begin_phase(self, name: str, role: str) -> None:
+        self._now = name or self._now
+        if (role, self._now) == (ENCODERS, self._phase):
+            self._weights.begin_node(role)
+        super()._begin_phase(name, role)
 
     def _end_phase(self) -> None:
         """End a node: it gives back the buffers of its streams, and empties PyTorch's cache."""

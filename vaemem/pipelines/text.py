@@ -333,11 +333,11 @@ def steps_before_change(changes: Sequence[int], steps: int, count: int) -> int:
 
 
 def phase_of(role: str, method: str) -> str:
-    """Return the phase that a component's call belongs to; "" for the one that runs."""
+    """Return the phase that a component's call belongs to; "" for the one that runs, as for a VAE's children."""
     if role == "safety_checker":
         return ""
     if "vae" in role or "vqvae" in role:
-        return "encode image" if method == "encode" else "decode"
+        return {"encode": "encode image", "decode": "decode", "forward": "decode"}.get(method, "")
     return next((phase for part, phase in _PHASES.items() if part in role), "denoise")
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -189,7 +189,8 @@ def _record_module(
 
     def run(m: Any, *args: Any, **kwargs: Any) -> Any:
         call = m if called.method == "forward" else getattr(m, called.method)
-        return _kept(recorder, call(*args, **kwargs), called.kept)
+        given = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs))}
+        return _kept(recorder, call(*args, **kwargs), called.kept, given)
 
     with layers:
         recording = record_by(recorder, module, called.args, dict(called.kwargs), run, python=PythonCalls)
@@ -199,10 +200,12 @@ def _record_module(
     return recording.trace, [*notes, *(f"{name} {asked}" for name in recorder.guesses)]
 
 
-def _kept(recorder: ContentsRecorder, output: Any, kept: Sequence[int]) -> list[torch.Tensor]:
-    """Return the outputs that are kept, by the order in which their storages were made."""
+def _kept(recorder: ContentsRecorder, output: Any, kept: Sequence[int], given: Container[int]) -> list[torch.Tensor]:
+    """Return the outputs that are kept, by the order in which their storages were made. given: storages of arguments"""
     by_storage = {x.untyped_storage()._cdata: x for x in tensors_in(output)}
-    made = sorted(by_storage, key=lambda address: recorder.number_of(address))
+    made = sorted(
+        (address for address in by_storage if address not in given), key=lambda address: recorder.number_of(address)
+    )
     return [by_storage[made[place]] for place in kept]
 
 

@@ -102,6 +102,7 @@ class EventWriter:
         self._queues = _Queues(pieces)
         self._call: list[int] | None = None  # outputs of the last call that live, until something else happens
         self._outputs: tuple[int, ...] = ()  # all of them, in the order of their making
+        self._freed = list[int]()  # storages that were freed since that call
         self.inside = dict[int, int]()  # bytes of what was allocated where nothing is noted, and lives
         self.kept = list[tuple[int, ...]]()  # for each call, which of its outputs stay
 
@@ -118,6 +119,8 @@ class EventWriter:
         self.inside.pop(number, None)
         if self._call and number in self._call:
             self._call.remove(number)
+        elif number in self._queues and self._call is not None:
+            self._freed.append(number)
         elif number in self._queues:  # others are weights
             self.events.append(Event("free", self._queues.remove(number)))
 
@@ -158,15 +161,17 @@ class EventWriter:
         self.events.append(Event(kind, words, size))
 
     def _settle(self) -> None:
-        """End a call: name the outputs that are kept."""
+        """End a call: name the outputs that are kept. Places of what was freed since count them."""
         if self._call is None:
             return
         kept, self._call = self._call, None
+        freed, self._freed = self._freed, []
         at = max(i for i, event in enumerate(self.events) if event.kind == "call")
         self.kept.append(tuple(map(self._outputs.index, kept)))
         role, method = self.events[at].words
         self.events[at] = self.events[at]._replace(words=(role, method, str(len(kept))))
         self._queues.add_outputs(kept, role)
+        self.events.extend(Event("free", self._queues.remove(number)) for number in freed)
 
 
 # ---- names ----
@@ -258,6 +263,16 @@ class ComponentCall(NamedTuple):
     kept: tuple[int, ...] = ()
 
 
+class _Output(NamedTuple):
+    """A call's output on "meta": the order in which its storages were made, the kinds of their devices, and the places
+    of the arguments that it has views of, by its storages."""
+
+    copy: Any
+    order: Mapping[int, int]
+    places: Mapping[int, str]
+    viewed: Mapping[int, int]
+
+
 class TextRecorder(PipelineRecorder):
     """Records the events of a pipeline's call."""
 
@@ -266,7 +281,7 @@ class TextRecorder(PipelineRecorder):
         self.writer = EventWriter()
         self.script: Any = self.writer
         self._trace = self.writer
-        self._outputs = dict[Any, Any]()  # of components' calls, on "meta"
+        self._outputs = dict[Any, _Output]()  # of components' calls, on "meta"
         self.calls = list[ComponentCall]()  # of a pipeline's call
         self.modules = dict[str, Any]()  # by role
         self._is_inside = False  # whether a component runs
@@ -309,6 +324,7 @@ class TextRecorder(PipelineRecorder):
         self.writer.call(role, label, bound)
         del bound
         given = leaves_of((args, kwargs))
+        at = {x.untyped_storage()._cdata: i for i, x in enumerate(given) if isinstance(x, torch.Tensor)}
         sizes = role, method, *map(self._told, given)
         key = sizes if sizes in self._outputs else (*sizes, *map(self._told_contents, given))
         del given
@@ -325,7 +341,7 @@ class TextRecorder(PipelineRecorder):
                 del layers  # it holds outputs of layers
                 if reads == self._reads and not any(self.contents(x) is not None for x in tensors_in(output)):
                     key = sizes
-                self._outputs[key] = self._to_meta(output)
+                self._outputs[key] = self._to_meta(output, at)
                 del output
                 self.sweep()
                 if sum(self.writer.inside.values()) - before > _MUCH:
@@ -333,8 +349,10 @@ class TextRecorder(PipelineRecorder):
             self.recording.unmodelled.clear()
             self.recording.unmodelled.update(unmodelled)
             self.guesses = guesses
-        del args, kwargs
-        result, numbers = self._put_back(*self._outputs[key])
+        kept = leaves_of((args, kwargs))
+        viewed = {address: kept[i] for address, i in self._outputs[key].viewed.items()}
+        del args, kwargs, kept
+        result, numbers = self._put_back(self._outputs[key], viewed)
         self.writer.leave(numbers)
         return result
 
@@ -390,29 +408,31 @@ class TextRecorder(PipelineRecorder):
                 made.__dict__["contents"] = known.clone()
         return made
 
-    def _to_meta(self, output: Any) -> tuple[Any, dict[int, int], dict[int, str]]:
-        """Copy an output to "meta". Return also the order in which its storages were made, and the kinds of their
-        devices."""
+    def _to_meta(self, output: Any, given: Mapping[int, int]) -> _Output:
+        """Copy an output to "meta". given: the arguments' places, by their storages"""
         whole, order, places = dict[int, torch.Tensor](), dict[int, int](), dict[int, str]()
+        viewed = dict[int, int]()
 
         def copied(x: torch.Tensor) -> torch.Tensor:
             address = x.untyped_storage()._cdata
             with setting(self, _silent=True), _disable_current_modes(), torch._C.DisableTorchFunction():
                 if address not in whole:
                     whole[address] = torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
-                    places[whole[address].untyped_storage()._cdata] = x.device.type
-                    order[whole[address].untyped_storage()._cdata] = self.number_of(address)
+                    copy = whole[address].untyped_storage()._cdata
+                    places[copy], order[copy] = x.device.type, self.number_of(address)
+                    if address in given:
+                        viewed[copy] = given[address]
                 made = whole[address].view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
                 if (known := self.contents(x)) is not None:
                     made.__dict__["contents"] = known.clone()
             return made
 
         with setting(self, _silent=True):
-            return _copy_with(output, copied), order, places
+            return _Output(_copy_with(output, copied), order, places, viewed)
 
-    def _put_back(self, output: Any, order_of: Mapping[int, int], places: Mapping[int, str]) -> tuple[Any, list[int]]:
+    def _put_back(self, output: _Output, viewed: Mapping[int, torch.Tensor]) -> tuple[Any, list[int]]:
         """Copy an output on "meta" to where it was. Return also the numbers of its storages on the card, the first made
-        first."""
+        first. viewed: the arguments that it has views of, by its storages"""
         storages, made, numbers = dict[int, Any](), dict[int, torch.Tensor](), list[int]()
 
         def note(x: torch.Tensor) -> torch.Tensor:
@@ -420,23 +440,25 @@ class TextRecorder(PipelineRecorder):
             return x
 
         def copied(x: torch.Tensor) -> torch.Tensor:
-            whole = made[x.untyped_storage()._cdata].view(x.dtype)
+            address = x.untyped_storage()._cdata
+            whole = viewed[address] if address in viewed else made[address].view(x.dtype)
             own = whole.as_strided(x.shape, x.stride(), x.storage_offset())
             if "contents" in vars(x):
                 with unset_fake_temporarily():
                     own.__dict__["contents"] = vars(x)["contents"].clone()
             return own
 
-        _copy_with(output, note)
+        _copy_with(output.copy, note)
         with self.hiding():
-            for address in sorted(storages, key=lambda address: order_of.get(address, -1)):
+            for address in sorted({*storages} - {*viewed}, key=lambda address: output.order.get(address, -1)):
+                device = output.places[address]
                 with setting(self, _silent=True):
-                    made[address] = torch.empty(storages[address].nbytes(), dtype=torch.uint8, device=places[address])
-                if places[address] != "cpu":
+                    made[address] = torch.empty(storages[address].nbytes(), dtype=torch.uint8, device=device)
+                if device != "cpu":
                     numbers.append(self.writer.take(0, ""))
                     self.bind(made[address], numbers[-1])
             with setting(self, _silent=True):
-                return _copy_with(output, copied), numbers
+                return _copy_with(output.copy, copied), numbers
 
 
 def tensors_in(x: Any) -> list[torch.Tensor]:
