@@ -250,12 +250,12 @@ DIFFERENCES = {
     "wan2.2-i2v-a14b": (0, 2 << 20), "playground-v2.5": (2048, 0), "flux3-klein": (512, 0),
     "sana-1.5-1.6b": (487424, 0),
     "flux3-klein-base": (512, 0),
-    "ernie-image": (512, 0),
+    "ernie-image": (512, 8 << 20),
     "sana-1.5-4.8b": (487424, 0),
 }  # fmt: skip
 SLOW = "ltx2.3", "ltx2.5", "qwen-image-edit-plus"  # a step of their code takes a minute
 # Packages that some code needs beyond the usual ones.
-NEEDED = {"wan2.1-i2v": "ftfy", "anima": "torchvision"}
+NEEDED = {"wan2.1-i2v": "ftfy", "wan2.2-i2v-a14b": "ftfy", "anima": "torchvision"}
 
 
 @pytest.mark.thorough

@@ -239,7 +239,6 @@ def test_what_is_freed_after_a_call_is_counted_with_its_outputs():
         writer.call("vae", "decoder", {})
         outputs.append([writer.take(8, "") for _ in range(2)])
         writer.leave([*outputs[-1]])
-        writer.hidden = False
         if len(outputs) < 3:
             writer.mark("done")
     writer.give(outputs[1][1])

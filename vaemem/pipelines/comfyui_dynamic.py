@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -302,7 +301,7 @@ def least_free(staged: _Staged, steps: int, calls: Sequence[_Call]) -> int:
         card.spaces[""] = _Space(staged, capacity)
         return card, not card.run(("", steps, calls)).failure
 
-    card, _ = run(0, sys.maxsize)
+    card, _ = run(0, _ENOUGH)
     own = card.spaces[""]
     sizes = (sum(own.places[layer][1] for layer in layers) for layers, _ in calls)
     pages = (len({page for layer in layers for page in own.pages_of(layer)}) for layers, _ in calls)
