@@ -419,7 +419,8 @@ class TextRecorder(PipelineRecorder):
                 if address not in whole:
                     whole[address] = torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
                     copy = whole[address].untyped_storage()._cdata
-                    places[copy], order[copy] = x.device.type, self.number_of(address)
+                    places[copy] = "cpu" if x.device.type == "cpu" else "cuda"  # weights are on "meta"
+                    order[copy] = self.number_of(address)
                     if address in given:
                         viewed[copy] = given[address]
                 made = whole[address].view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
