@@ -162,7 +162,7 @@ class PipelineText:
                 names.append(line.name)
                 parts.append([])
             else:
-                times = line.size.value(at) if line.kind == "repeat" else 1
+                times = max(line.size.value(at), 0) if line.kind == "repeat" else 1
                 if times * len(line.block) > _MOST:
                     raise OverflowError(f"expected at most {_MOST} lines")
                 parts[-1] += line.block * times if line.kind == "repeat" else (line,)
