@@ -236,6 +236,14 @@ def test_a_video_has_frames(name):
             predict(name, 480, 480, gpu="H200", vae="tiled")
 
 
+def test_videos_shorter_than_recorded_ones_are_refused():
+    """A first chunk of Wan's VAE alone does other steps than two chunks."""
+    assert predict("wan2.2-5b", 480, 480, gpu="H200", frames=5).fits
+    for name in ("wan2.2-5b", "wan-1.3b"):
+        with pytest.raises(vaemem.ArgumentError, match="frames: expected a longer video"):
+            predict(name, 480, 480, gpu="H200", frames=1)
+
+
 @pytest.mark.parametrize(("frames", "tile"), [(121, 512), (241, 512), (121, 256)])
 def test_a_recorded_vae_decodes_in_tiles(frames, tile):
     """As VAE.decode and VAEDecodeTiled choose them, here calculated apart: a tile is a decode of its size."""

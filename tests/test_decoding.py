@@ -176,7 +176,7 @@ def test_windows_does_not_spill(windows, monkeypatch):
 
 
 def test_a_decode_on_windows_runs_out_where_it_would_spill(pipe, windows, monkeypatch):
-    """So vaemem decodes. The prediction is told nothing of Windows: the driver's count leaves out what it keeps."""
+    """So vaemem decodes. The prediction has no bytes for Windows: the driver does not count them as free."""
     asked, z = [], torch.zeros(1, 4, 8, 8)
     monkeypatch.setattr(decoding, "describe_card", lambda device: CARD | {"free": 4 << 30})
     monkeypatch.setattr(decoding, "predict", lambda *args, **how: asked.append(how) or SimpleNamespace(fits=True))

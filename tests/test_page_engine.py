@@ -100,7 +100,7 @@ def test_random_questions_have_the_same_answers(engine):
         'sdxl 1024 --gpu "RTX 3060" --offload --novram --vae tiled',
         'zimage-turbo 1024 --gpu "RTX 4060" --used 7.5GB',
         'wan2.2-t2v-a14b 480x832 --gpu "RTX 4090" --frames 33 --component transformer=fp8',
-        'wan2.2-5b 256x640 --gpu "RTX 4070 Ti" --frames 1',
+        'wan2.2-5b 256x640 --gpu "RTX 4070 Ti" --frames 5',
     ],
 )
 def test_workflows_of_comfyui_have_the_same_answers(engine, arguments):

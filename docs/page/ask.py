@@ -142,7 +142,7 @@ def _phases(answer):
 
 
 def _placed(answer):
-    """Return where ComfyUI has the weights in each phase, and what it sends, as facts."""
+    """Return a line for each phase: which models ComfyUI has on the card, and the bytes that it sends."""
     if not hasattr(answer, "paged"):
         return []
     _, table, _ = answer._blocks(in_gb)

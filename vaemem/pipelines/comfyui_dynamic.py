@@ -26,7 +26,7 @@ NATIVE_HEADROOM = 128 * MIB  # more, when PyTorch's own allocator asks the drive
 _SMALL, _FIRST = 16 * 1024, 64 * 1024  # bytes of layers without a place, and of layers in front
 _SPACE, _ALIGNED, _STREAMS = 10, 1024, 2  # a space has ten times its model's bytes
 _SEGMENT = 2 * MIB  # PyTorch's least request
-_ENOUGH = 1 << 62
+ENOUGH = 1 << 62  # bytes, for any run
 
 _Weights = Iterable[tuple[str, Sequence[int], int]]  # (name, shape, bytes per element)
 _Call = tuple[Sequence[str], int]  # layers that are sent together, and bytes that PyTorch holds then
@@ -301,7 +301,7 @@ def least_free(staged: _Staged, steps: int, calls: Sequence[_Call]) -> int:
         card.spaces[""] = _Space(staged, capacity)
         return card, not card.run(("", steps, calls)).failure
 
-    card, _ = run(0, _ENOUGH)
+    card, _ = run(0, ENOUGH)
     own = card.spaces[""]
     sizes = (sum(own.places[layer][1] for layer in layers) for layers, _ in calls)
     pages = (len({page for layer in layers for page in own.pages_of(layer)}) for layers, _ in calls)
@@ -309,7 +309,7 @@ def least_free(staged: _Staged, steps: int, calls: Sequence[_Call]) -> int:
     low = own.forced + max((held for _, held in calls), default=0)  # without room for a layer
     high, middle = low + most, card.peak
     while high - low > CHUNK_BYTES:
-        fits = run(_ENOUGH, middle)[1]
+        fits = run(ENOUGH, middle)[1]
         low, high = (low, middle) if fits else (middle, high)
         is_first = fits and middle == card.peak
         middle = middle - CHUNK_BYTES if is_first else (low + high) // 2

@@ -29,7 +29,7 @@ from vaemem.pipelines.comfyui import (
     Manager,
     estimate_denoiser,
 )
-from vaemem.pipelines.comfyui_dynamic import PAGE_BYTES, least_free, page_nodes, stage_weights
+from vaemem.pipelines.comfyui_dynamic import ENOUGH, PAGE_BYTES, least_free, page_nodes, stage_weights
 from vaemem.pipelines.components import Pipeline, is_vae, vae_counts
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
@@ -54,7 +54,6 @@ USUAL_TILE = 512  # pixels of a tile's side by default
 _FALLBACK = 64, 256  # after a decode ran out of memory: latents of a tile's side; pixels for a VAE of videos, or more
 _TILE_FRAMES, _LEAST_FRAMES = 64, 2  # of a video in VAEDecodeTiled's tiles; of their latents
 _PLAYED_STEPS = 3  # of a denoiser by the dynamic manager; further steps send as much as the last one
-_ENOUGH = 1 << 62
 # The class of these layers is not in comfy/ops.py. Their own code moves their weights.
 _PLAIN = re.compile(
     r"\.(query|key)_norm\.scale$|^t5xxl\..*layer_norm\.weight$|(_layernorm|\.model\.norm|self_attn\.[qk]_norm)\.weight$"
@@ -80,15 +79,13 @@ class WorkflowRequest(PipelineRequest):
         """Return ComfyUI's estimate of a call besides weights, with one prompt; 0 for text encoders."""
         v = self.variables
         if role == "vae":
-            return (
-                self._estimate_decode(*self.tile_latents) if self.tile else self._estimate_decode(max(v["h"], v["w"]))
-            )
+            return self._estimate_decode(*(self.tile_latents if self.tile else (max(v["h"], v["w"]), v["f"])))
         if role == ENCODERS:
             return 0
         area = self.batch * v["f"] * v["h"] * v["w"]
         return estimate_denoiser(self.pipeline.usage, area, self.part(role).dtype)
 
-    def _estimate_decode(self, side: int, frames: int = 1 << 20) -> float:
+    def _estimate_decode(self, side: int, frames: int) -> float:
         """Return ComfyUI's estimate of a decode, or of its tiles. side, frames: most latents of each"""
         v, width = self.variables, programs.DTYPE_BYTES[self.part("vae").dtype]
         f = min(v["f"], frames)
@@ -116,7 +113,7 @@ class WorkflowRequest(PipelineRequest):
         if is_vae(component) and architecture(component).get("family") != "wan":
             return latents, v["f"]
         side, frames, most = pixels // self.pipeline.factor, v["f"], max(v["h"], v["w"])
-        budget = min(self._estimate_decode(most), 0.8 * self.card.gpu.total_memory)
+        budget = min(self._estimate_decode(most, frames), 0.8 * self.card.gpu.total_memory)
         while frames > _LEAST_FRAMES and self._estimate_decode(side, frames) > budget:
             frames = -(-frames // 2)
         while 2 * side <= most and self._estimate_decode(2 * side, frames) <= budget:
@@ -186,9 +183,7 @@ class ComfyUIRun(PipelineRun):
         device = {} if again else {"total_memory": max(available, PAGE)}
         super().__init__(request, request.start(workspace, **device))
         self.moved, self.available, self.has_room = [], available, again is not None
-        self.tiled: bool = bool(
-            again.tiled if again else tiled
-        )  # whether a whole decode runs out of memory, and tiles follow
+        self.tiled: bool = again.tiled if again else tiled  # whether tiles follow a whole decode that has no room
         self.full: tuple[str, PeakTensor] | None = None
         self.sent: dict[str, _Sent] = {}  # by phase
         self._now, self._role, self._returned = "", "", 0
@@ -368,8 +363,8 @@ class _Dynamic:
     def finish(self) -> None:
         """Place the pages of all nodes."""
         run, nodes, needed = self.run, list[Any](), list[int]()
-        free = _ENOUGH if run.has_room else max(run.available, 0)
-        capacity = _ENOUGH if run.has_room else run.request.card.gpu.total_memory
+        free = ENOUGH if run.has_room else max(run.available, 0)
+        capacity = ENOUGH if run.has_room else run.request.card.gpu.total_memory
         for name, role, held in self._nodes:
             staged = self.staged[role]
             calls = [((), held), *((layers, held) for layers in self._together(staged.called))]

@@ -162,7 +162,10 @@ class PipelineText:
                 names.append(line.name)
                 parts.append([])
             else:
-                times = max(line.size.value(at), 0) if line.kind == "repeat" else 1
+                times = line.size.value(at) if line.kind == "repeat" else 1
+                if times < 0:
+                    longer = "a longer video: what a shorter one does was not recorded"
+                    raise ArgumentError("frames", longer, f"{at['f']} of latents")
                 if times * len(line.block) > _MOST:
                     raise OverflowError(f"expected at most {_MOST} lines")
                 parts[-1] += line.block * times if line.kind == "repeat" else (line,)

@@ -184,7 +184,8 @@ def _explain_misfit(vae: Any, whole: Any, arch: Arch, latents: torch.Tensor, man
     """Say why ComfyUI's decode does not fit the card, after it has unloaded other models; "" if it may fit.
 
     If the decode is predicted, `whole` gets the prediction as its estimate of memory: by this ComfyUI makes room, and
-    chooses how many images run at once. The driver's count of free bytes leaves out what Windows keeps.
+    chooses how many images run at once. It has no bytes for
+    Windows: the driver does not count them as free.
     """
     if describe_card(vae.device) is None:
         return ""

@@ -167,7 +167,7 @@ def describe_card(device: torch.device) -> dict[str, Any] | None:
 def explain_misfit(vae: Any, z: torch.Tensor) -> str:
     """Say why PyTorch's decode of these latents does not fit the card now; "" if it may fit, or nothing is predicted.
 
-    The driver's count of free bytes leaves out what Windows keeps.
+    It has no bytes for Windows: the driver does not count them as free.
     """
     card = describe_card(z.device)
     if card is None:

@@ -619,7 +619,8 @@ def _describe(pipe: Any, place: Any, facts: Mapping[str, Any]) -> dict[str, Any]
         if kind.class_name in (of_class, type(pipe).__name__):
             image_sides(facts["height"], facts["width"], kind.stride, f" for {of_class}")
             known = Counter(weight.shape for weight in weights_of(kind.parts[kind.denoiser]))
-            model = name if shapes == known and model == type(pipe).__name__ else model  # relatives follow
+            if shapes == known and model == type(pipe).__name__:  # of models with equal shapes, the first one
+                model = name
     if steps is None:
         steps = inspect.signature(pipe.__call__).parameters["num_inference_steps"].default
     return {

@@ -189,7 +189,7 @@ def _record_module(
 
     def run(m: Any, *args: Any, **kwargs: Any) -> Any:
         call = m if called.method == "forward" else getattr(m, called.method)
-        given = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs)) if called.role == "vae"}
+        given = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs))}
         return _kept(recorder, call(*args, **kwargs), called.kept, given)
 
     with layers:

@@ -324,9 +324,7 @@ class TextRecorder(PipelineRecorder):
         self.writer.call(role, label, bound)
         del bound
         given = leaves_of((args, kwargs))
-        at = dict[int, int]()
-        if role == "vae":  # its parts return what they were given; a safety checker's images count as its outputs
-            at |= {x.untyped_storage()._cdata: i for i, x in enumerate(given) if isinstance(x, torch.Tensor)}
+        at = {x.untyped_storage()._cdata: i for i, x in enumerate(given) if isinstance(x, torch.Tensor)}
         sizes = role, method, *map(self._told, given)
         key = sizes if sizes in self._outputs else (*sizes, *map(self._told_contents, given))
         del given
