@@ -203,7 +203,21 @@ def test_each_pipeline_has_its_text(name):
             most = kind.most_images(bool(g)) or 9
             for n in (1, 2, most):
                 for u, c in {(0, 0), (int(kind.upcasts and e == 2), 0), (0, int(bool(kind.optional)))}:
-                    at = variables_of(kind, 512, 768, 9, n=n, t=40, s=20, e=e, v=e, g=g, u=u, c=c, i=int(begun))
+                    at = variables_of(
+                        kind,
+                        512,
+                        768,
+                        max(9, kind.frame_range[0]),
+                        n=n,
+                        t=40,
+                        s=20,
+                        e=e,
+                        v=e,
+                        g=g,
+                        u=u,
+                        c=c,
+                        i=int(begun),
+                    )
                     parts = [part for part, _ in text.played(at)]
                     roles = [line.words[0] for part in parts for line in part if line.kind == "call"]
                     called = {*kind.parts} - UNCALLED.get(name, set()) | ({"safety_checker"} if c else set())
