@@ -235,6 +235,8 @@ vm_status vm_arch_check(const vm_arch *a) {
     if (a->family != VM_WAN && (a->residual || a->image_patch))
         return vm_fail(VM_EINVAL,
                        VM_EXPECTED_IN("config", "temperal_downsample, image_patch", "none", "them of another family"));
+    if (a->videos && (a->family != VM_WAN || !a->slices))
+        return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "videos", "false, as the model is of images", "true"));
     if (a->image_patch && a->image_patch != 2)
         return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "image_patch", "2", "%zu"), a->image_patch);
     vm_status s = check_widths(a, "block_out_channels", a->block_out_channels);
@@ -248,6 +250,14 @@ vm_status vm_arch_check(const vm_arch *a) {
 
 const size_t *vm_arch_widths(const vm_arch *a, vm_op op) {
     return op == VM_DECODE && a->decoder_block_out_channels[0] ? a->decoder_block_out_channels : a->block_out_channels;
+}
+
+bool vm_arch_is_temporal(const vm_arch *a, size_t level) { return a->residual ? a->temporal[level] : level > 0; }
+
+size_t vm_arch_halvings(const vm_arch *a) {
+    size_t halvings = 0;
+    for (size_t i = 0; a->videos && i + 1 < a->levels; i++) halvings += vm_arch_is_temporal(a, i);
+    return halvings;
 }
 
 size_t vm_arch_encoded(const vm_arch *a) { return (a->family == VM_TINY ? 1 : 2) * a->latent_channels; }

@@ -73,7 +73,8 @@ static stretch examine(const vm_plan *plan, int first, int last, bool free) {
 
 /* Finds the bytes that the chain would need in each manner. This takes far longer than to examine it. */
 static void measure(const vm_plan *plan, int first, int last, bool free, stretch *s) {
-    enum { STEPS = 48 /* rings are nearly at full height then; laying out tells the exact size */ };
+    enum { LEAST = 48, EACH = 4 /* steps until rings are nearly at full height; laying out tells the exact size */ };
+    const size_t steps = VM_MAX((size_t)LEAST, EACH * (size_t)(last - first + 1));
     const vm_backend *b = plan->request.backend;
     size_t ring[VM_CHAIN];
     bool lower = false; /* whether the tight manner has lower rows of tiles */
@@ -85,7 +86,7 @@ static void measure(const vm_plan *plan, int first, int last, bool free, stretch
     for (int tight = 0; tight < (free ? 1 : 2); tight++) {
         const vm_chain c = {.first = first, .last = last, .tight = tight, .steps = s->steps};
         size_t bytes = s->stored, scratch = 0;
-        if (first != last && (!tight || lower)) vm_plan_ring_rows(plan, &c, ring, STEPS);
+        if (first != last && (!tight || lower)) vm_plan_ring_rows(plan, &c, ring, steps);
         for (int i = first; i <= last; i++) {
             const vm_pass *p = &plan->step[i].pass;
             if (plan->step[i].last <= last && i + 1 < (int)plan->steps)

@@ -112,7 +112,8 @@ static int chain_of(const vm_plan *plan, int node) {
 
 /* Returns: bytes of a row of `blocks` blocks of channels, as wide as a node's tensor. */
 static size_t row_bytes(const vm_plan *plan, size_t blocks, int node) {
-    return VM_PRODUCT(blocks, VM_BLOCK, plan->step[node].pass.y.w, vm_dtype_bytes(plan->request.backend->dtype));
+    const vm_shape *y = &plan->step[node].pass.y;
+    return VM_PRODUCT(blocks, VM_BLOCK, y->f, y->w, vm_dtype_bytes(plan->request.backend->dtype));
 }
 
 size_t vm_plan_row_bytes(const vm_plan *plan, int node) {
@@ -128,7 +129,8 @@ static int place_of(const vm_plan *plan, int node) {
     const vm_node *n = &plan->graph->node[node];
     const vm_pass *p = &plan->step[node].pass;
     const int over = n->add != VM_NONE ? n->add : n->x;
-    const bool local = n->add != VM_NONE || p->kind == VM_PASS_ATTENTION || (p->ksize == 1 && p->stride == 1 && !p->up);
+    const bool local = n->add != VM_NONE || p->kind == VM_PASS_ATTENTION ||
+                       (p->ksize == 1 && p->slices == 1 && p->stride == 1 && !p->up);
     if (over == VM_NONE || !local || plan->step[over].streamed || plan->step[over].last != node) return VM_NONE;
     const size_t blocks = VM_BLOCKS(p->y.c);
     if (blocks > VM_BLOCKS(plan->step[over].pass.y.c)) return VM_NONE;
@@ -151,7 +153,7 @@ static int free_blocks(const vm_plan *plan, int c, const vm_pass *pass, size_t b
                 const vm_step *s = &plan->step[i];
                 if (s->y != p || plan->chain[c].first > s->last) continue;
                 const size_t end = s->y_block + VM_BLOCKS(s->pass.y.c);
-                same = s->pass.y.h == pass->y.h && s->pass.y.w == pass->y.w;
+                same = s->pass.y.h == pass->y.h && s->pass.y.w == pass->y.w && s->pass.y.f == pass->y.f;
                 if (s->y_block < *at + blocks && *at < end) next = VM_MAX(next, end);
             }
             if (!same) break;

@@ -27,8 +27,13 @@ vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *ba
     m->backend = backend;
     m->arch = *arch;
     m->parts = parts;
+    if (arch->videos && !backend->device->addressable)
+        s = vm_fail(VM_EINVAL, VM_EXPECTED("videos", "false on a GPU: videos run on the CPU", "true"));
     for (vm_op op = 0; op < VM_OPS && !s; op++)
-        if (parts & 1u << op) s = vm_passes_build(m, op);
+        if (parts & 1u << op) {
+            s = vm_passes_build(m, op, false);
+            if (!s && arch->videos) s = vm_passes_build(m, op, true);
+        }
     if (!s) s = add_batch_norm(m);
     if (!s) s = vm_mem_alloc(mem, VM_WEIGHTS, m->weights_bytes, &m->weights);
     if (s)
@@ -45,7 +50,10 @@ void vm_model_free(vm_model *m) {
     vm_mem_free(mem, VM_WEIGHTS, m->weights, m->weights_bytes);
     vm_mem_free(host, VM_WEIGHTS, m->tensor, vm_mem_capacity(m->tensors) * sizeof *m->tensor);
     for (vm_op op = 0; op < VM_OPS; op++)
-        vm_mem_free(host, VM_WEIGHTS, m->graph[op].node, vm_mem_capacity(m->graph[op].nodes) * sizeof(vm_node));
+        for (int video = 0; video < 2; video++) {
+            vm_graph *g = video ? &m->video[op] : &m->graph[op];
+            vm_mem_free(host, VM_WEIGHTS, g->node, vm_mem_capacity(g->nodes) * sizeof(vm_node));
+        }
     vm_mem_free(host, VM_WEIGHTS, m, sizeof *m);
     vm_mem_release(mem);
 }

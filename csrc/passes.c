@@ -11,9 +11,10 @@
  * VM_TINY is conv, { block x layers } x levels, conv; a conv between levels halves or doubles the sides. A block is
  * relu(conv4(relu conv2(relu conv0 x)) + x), whose x may be x + pool3(relu norm pool0 x).
  *
- * VM_WAN is similar. Its convolutions are causal and 3D, so one frame meets only the last slice, unless they are called
- * flat here. Its upsamplers halve the channels. A residual one's do not: a level's input is moved to the channels and
- * pixels of its output, and added; and an image may come as patches of 2x2 pixels.
+ * VM_WAN is similar. Its convolutions are causal and 3D, unless they are called flat here. An image meets only the last
+ * slice of them. In a video some resamplers have a convolution over time, which halves or doubles the frames. Upsamplers
+ * halve the channels. A residual model's do not: a level's input is moved to the channels and pixels of its output, and
+ * added; and an image may come as patches of 2x2 pixels.
  *
  * VM_HUNYUAN_IMAGE resamples by moves: a convolution with the pixels of 2x2 as its channels, plus its input, moved
  * likewise and averaged or repeated. The decoder's first convolution, and the encoder's last with its norm, add their
@@ -30,8 +31,9 @@ typedef struct builder {
     vm_status status;
     vm_op op;
     char prefix[48]; /* of the names */
-    int level;       /* of x */
-    size_t blocks;   /* so far, in a half that numbers blocks across its levels */
+    int level, time; /* of x */
+    bool video;
+    size_t blocks; /* so far, in a half that numbers blocks across its levels */
 } builder;
 
 /* Names of modules, by family. */
@@ -45,6 +47,8 @@ static int add_tensor(builder *b, const char *module, const char *leaf, size_t d
     char name[VM_NAME];
     snprintf(name, sizeof name, "%.*s%s.%s", (int)sizeof b->prefix - 1, b->prefix, module, leaf);
     if (b->status) return VM_NONE;
+    const vm_tensor *known = b->video ? vm_weights_find(b->m, name) : NULL; /* the image's */
+    if (known) return (int)(known - b->m->tensor);
     int index = vm_weights_add(b->m, name, dims, &weight);
     if (index == VM_NONE) b->status = VM_ENOMEM;
     return index;
@@ -72,6 +76,7 @@ typedef struct conv {
     bool centred;     /* with stride 2: zeros on all sides of x, not only below and behind */
     bool bare;        /* no bias */
     bool relu;        /* on store */
+    bool over_time;   /* a filter of 3x1x1 that halves or doubles the frames */
 } conv;
 
 static const struct words *words_of(const builder *b) { return &words[b->m->arch.family]; }
@@ -87,11 +92,13 @@ static vm_node conv_node(builder *b, const conv *c) {
                  .stride = c->stride ? c->stride : 1,
                  .pad = c->stride == 2 && !c->centred ? 0 : c->k / 2,
                  .up = c->up,
+                 .slices = 1,
                  .add = c->add != VM_NONE,
                  .relu = c->relu,
                  .out_scale = 1,
                  .clamp = {.from = (uint32_t)c->out}},
         .x_level = b->level,
+        .x_time = b->time,
         .x = c->x,
         .add = c->add,
         .weight = VM_NONE,
@@ -101,6 +108,8 @@ static vm_node conv_node(builder *b, const conv *c) {
     };
     b->level += (c->stride == 2) - c->up;
     n.y_level = b->level;
+    if (c->over_time) b->time += b->op == VM_ENCODE ? 1 : -1;
+    n.y_time = b->time;
     snprintf(n.name, sizeof n.name, "%s%s", b->prefix, c->module);
     return n;
 }
@@ -127,12 +136,19 @@ static void norm_on_load(builder *b, vm_node *n, const char *module, vm_act act,
 }
 
 static int add_conv(builder *b, const conv *c) {
-    const bool causal = is_wan(b) && b->m->arch.slices && !c->flat;
-    const vm_weight weight = {c->out, c->in, (size_t)c->k, .up = c->up, .past = causal && c->k == 3 ? 2 : 0};
+    const vm_arch *a = &b->m->arch;
+    const bool causal = is_wan(b) && a->slices && !c->flat, doubles = c->over_time && b->op == VM_DECODE;
+    const size_t past = causal && (c->k == 3 || c->over_time) ? 2 : 0, parts = doubles ? 2 : 0, out = c->out << doubles;
+    const vm_weight weight = {out, c->in, (size_t)c->k, .up = c->up, .past = past, .frames = a->videos, .parts = parts};
     vm_node n = conv_node(b, c);
+    if (b->video)
+        n.pass.slices += past;
+    else if (a->videos)
+        n.pass.skipped = past;
+    if (c->over_time) n.pass.time = doubles ? VM_TIME_DOUBLED : VM_TIME_HALVED;
     if (c->norm) norm_on_load(b, &n, c->norm, b->m->arch.family == VM_TINY ? VM_ACT_RELU : VM_ACT_SILU, true);
     n.weight = add_tensor(b, c->module, "weight", causal ? 5 : c->linear ? 2 : 4, weight);
-    if (!c->bare) n.bias = add_vector(b, c->module, "bias", c->out, 1);
+    if (!c->bare) n.bias = add_tensor(b, c->module, "bias", 1, (vm_weight){out, 1, 1, .vector = true, .parts = parts});
     return add_node(b, &n);
 }
 
@@ -149,6 +165,9 @@ static int add_move(builder *b, const char *module, int x, int add, size_t in, s
         return 0;
     }
     vm_node n = conv_node(b, &(conv){module, x, add, in, out, down ? 2 : 1, down ? 2 : 1, .up = up});
+    if (x != VM_NONE) n.x_time = b->g->node[x].y_time;
+    if (n.x_time != n.y_time) n.pass.time = encode ? VM_TIME_HALVED : VM_TIME_DOUBLED;
+    if (n.pass.time == VM_TIME_HALVED) n.pass.slices = 2;
     n.pass.kind = VM_PASS_MOVE;
     n.pass.move = move;
     return add_node(b, &n);
@@ -205,8 +224,8 @@ static int attention(builder *b, int x, size_t c) {
     vm_node n = conv_node(b, &(conv){"to_qkv", x, VM_NONE, c, 3 * padded, 1});
     norm_on_load(b, &n, words_of(b)->attention_norm, VM_ACT_NONE, false);
     if (is_wan(b)) {
-        n.weight = add_tensor(b, "to_qkv", "weight", 4, (vm_weight){3 * c, c, 1, .qkv = true});
-        n.bias = add_tensor(b, "to_qkv", "bias", 1, (vm_weight){3 * c, 1, 1, .vector = true, .qkv = true});
+        n.weight = add_tensor(b, "to_qkv", "weight", 4, (vm_weight){3 * c, c, 1, .parts = 3});
+        n.bias = add_tensor(b, "to_qkv", "bias", 1, (vm_weight){3 * c, 1, 1, .vector = true, .parts = 3});
     } else {
         for (int i = 0; i < 3; i++) {
             int t = add_tensor(b, projections[i], "weight", linear ? 2 : 4, (vm_weight){c, c, 1});
@@ -235,6 +254,11 @@ static int mid(builder *b, const char *half, int x, size_t c) {
     return resnet(b, x, c, c);
 }
 
+/* Halves the number of frames, or doubles it. */
+static int add_time_conv(builder *b, int x, size_t c) {
+    return add_conv(b, &(conv){"time_conv", x, VM_NONE, c, c, 1, .over_time = true});
+}
+
 /* A level: resnets from c channels to `out`, and a resampler to `next` channels unless that is 0. */
 static int add_level(builder *b, int x, size_t i, size_t layers, size_t c, size_t out, size_t next) {
     const vm_arch *a = &b->m->arch;
@@ -246,8 +270,12 @@ static int add_level(builder *b, int x, size_t i, size_t layers, size_t c, size_
         x = resnet(b, x, c, out);
     }
     if (next) {
+        const bool over_time = b->video && vm_arch_is_temporal(a, later), encodes = b->op == VM_ENCODE;
+        const size_t made = encodes ? next : out;
         enter_layer(b, i, layers, layers);
+        if (over_time && !encodes) x = add_time_conv(b, x, made);
         x = resample(b, x, out, next);
+        if (over_time && encodes) x = add_time_conv(b, x, made);
     }
     if (!a->residual || (b->op == VM_DECODE && !next)) return x;
     enter(b, "%s_blocks.%zu.", b->op == VM_ENCODE ? "encoder.down" : "decoder.up", i);
@@ -283,6 +311,7 @@ static void decode(builder *b) {
     const vm_arch *a = &b->m->arch;
     const size_t *width = vm_arch_widths(a, VM_DECODE), latent = a->latent_channels;
     b->level = (int)a->levels - (a->image_patch ? 0 : 1);
+    b->time = b->video ? (int)vm_arch_halvings(a) : 0;
     size_t c = width[a->levels - 1];
     int x = VM_NONE;
     enter(b, "%s", "");
@@ -353,8 +382,8 @@ static void tiny(builder *b, vm_op op) {
         first->act = VM_ACT_BOUND, last->out_scale = 2, last->out_shift = -1;
 }
 
-vm_status vm_passes_build(vm_model *model, vm_op op) {
-    builder b = {.m = model, .g = &model->graph[op], .op = op};
+vm_status vm_passes_build(vm_model *model, vm_op op, bool video) {
+    builder b = {.m = model, .g = video ? &model->video[op] : &model->graph[op], .op = op, .video = video};
     if (model->arch.family == VM_TINY)
         tiny(&b, op);
     else
@@ -363,8 +392,8 @@ vm_status vm_passes_build(vm_model *model, vm_op op) {
 }
 
 double vm_pass_flops(const vm_pass *p) {
-    const double x = (double)p->x.h * (double)p->x.w, y = (double)p->y.h * (double)p->y.w;
-    if (p->kind == VM_PASS_ATTENTION) return 4 * x * x * (double)p->scale_channels;
-    if (p->kind == VM_PASS_MOVE) return VM_MAX(x * (double)p->x.c, y * (double)p->y.c);
-    return 2 * (double)p->x.c * (double)p->y.c * y * (p->up ? 4 : p->ksize * p->ksize);
+    const double x = (double)p->x.h * (double)p->x.w, y = (double)p->y.h * (double)p->y.w, frames = (double)p->y.f;
+    if (p->kind == VM_PASS_ATTENTION) return 4 * x * x * (double)p->scale_channels * frames;
+    if (p->kind == VM_PASS_MOVE) return VM_MAX(x * (double)p->x.c, y * (double)p->y.c) * frames;
+    return 2 * (double)p->x.c * (double)p->y.c * y * frames * (double)p->slices * (p->up ? 4 : p->ksize * p->ksize);
 }

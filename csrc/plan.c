@@ -1,8 +1,18 @@
 /* A plan: the checked request; the passes at their sizes; their chains, chosen (choose.c) and laid out (layout.c). */
 #include "plan.h"
 
+static size_t frames_of(const vm_request *r) { return VM_MAX(r->frames, 1); }
+
 static float scale_of(const vm_request *r, int node) {
     return node == VM_NONE || r->backend->dtype != VM_F16 || !r->scale ? 1 : r->scale;
+}
+
+/* Returns: the number of frames after some halvings. The first frame is always alone. */
+static size_t frames_at(const vm_request *r, int halvings) { return ((r->frames - 1) >> halvings) + 1; }
+
+/* Returns: an order with rows and columns exchanged. */
+static vm_order turned(vm_order order) {
+    return order == VM_CHANNEL_ROW_COLUMN ? VM_CHANNEL_COLUMN_ROW : VM_CHANNEL_ROW_COLUMN;
 }
 
 static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
@@ -11,10 +21,11 @@ static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
     const vm_node *n = &g->node[i];
     vm_pass *p = &plan->step[i].pass;
     *p = n->pass;
-    p->x.h = r->height >> n->x_level;
-    p->x.w = r->width >> n->x_level;
-    p->y.h = r->height >> n->y_level;
-    p->y.w = r->width >> n->y_level;
+    p->turned = r->frames > 1 && r->width > r->height; /* rows of all frames are then as short as they can be */
+    const size_t h = p->turned ? r->width : r->height, w = p->turned ? r->height : r->width;
+    p->x = (vm_shape){p->x.c, h >> n->x_level, w >> n->x_level, frames_at(r, n->x_time)};
+    p->y = (vm_shape){p->y.c, h >> n->y_level, w >> n->y_level, frames_at(r, n->y_time)};
+    if (p->turned && p->kind == VM_PASS_MOVE) p->move.order = turned(p->move.order);
     p->x_scale = scale_of(r, n->x);
     p->y_scale = vm_plan_ends_with(plan, i) ? 1 : scale_of(r, i);
     if (n->x == VM_NONE) p->x_format = r->in;
@@ -31,9 +42,9 @@ static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
 }
 
 /* Returns: bytes of one batch item of the user's pixels: images, or latents (or moments) at the lowest level. */
-static size_t pixel_bytes(const vm_request *r, vm_format format, size_t channels, size_t divisor) {
+static size_t pixel_bytes(const vm_request *r, vm_format format, size_t channels, size_t frames, size_t divisor) {
     const size_t item = format == VM_U8_NHWC ? 1 : format == VM_F32_NCHW ? 4 : 2;
-    return VM_PRODUCT(channels, item, r->height / divisor, r->width / divisor);
+    return VM_PRODUCT(channels, item, frames, r->height / divisor, r->width / divisor);
 }
 
 static vm_status check_request(const vm_model *m, const vm_request *r) {
@@ -50,6 +61,12 @@ static vm_status check_request(const vm_model *m, const vm_request *r) {
         if (side[i] > VM_MAX_SIDE)
             return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "at most %d", "%zu"), name, VM_MAX_SIDE, side[i]);
     }
+    const size_t apart = (size_t)1 << vm_arch_halvings(&m->arch);
+    if (r->frames > 1 && !m->arch.videos)
+        return vm_fail(VM_EINVAL, VM_EXPECTED("frames", "1: this VAE was loaded for images", "%zu"), r->frames);
+    if (r->frames > VM_MAX_SIDE || (r->frames > 1 && (r->frames - 1) % apart))
+        return vm_fail(VM_EINVAL, VM_EXPECTED("frames", "1 more than a multiple of %zu, at most %d", "%zu"), apart,
+                       VM_MAX_SIDE, r->frames);
     if (r->scaled && !m->arch.scaling_known)
         return vm_fail(VM_EINVAL,
                        "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same "
@@ -72,9 +89,11 @@ static vm_status build(const vm_model *m, vm_plan *plan) {
     plan->staged = r->host_arrays && !r->backend->device->addressable;
     r->own_output &=
         !plan->staged; /* a staged array has its place in the arena; the host's copy is not part of the plan */
-    plan->in_bytes = pixel_bytes(r, r->in, encode ? m->arch.in_channels : latent, encode ? 1 : factor);
-    plan->out_bytes =
-        pixel_bytes(r, r->out, encode ? vm_arch_encoded(&m->arch) : m->arch.out_channels, encode ? factor : 1);
+    const size_t coded = frames_at(r, (int)vm_arch_halvings(&m->arch)); /* frames of latents */
+    plan->in_bytes =
+        pixel_bytes(r, r->in, encode ? m->arch.in_channels : latent, encode ? r->frames : coded, encode ? 1 : factor);
+    plan->out_bytes = pixel_bytes(r, r->out, encode ? vm_arch_encoded(&m->arch) : m->arch.out_channels,
+                                  encode ? coded : r->frames, encode ? factor : 1);
     for (int i = 0; i < (int)plan->steps && !s; i++) { /* before asking a backend about passes of such sizes */
         set_shapes(plan, i, &m->arch);
         s = check_fits(r, VM_PRODUCT(vm_plan_row_bytes(plan, i), plan->step[i].pass.y.h, 8));
@@ -90,7 +109,7 @@ vm_status vm_plan_new(const vm_model *m, const vm_request *request, vm_plan **ou
     *out = NULL;
     vm_status s = check_request(m, request);
     if (s) return s;
-    const vm_graph *g = &m->graph[request->op];
+    const vm_graph *g = request->frames > 1 ? &m->video[request->op] : &m->graph[request->op];
     size_t bytes = 0;
     vm_put_bytes(&bytes, sizeof(vm_plan), VM_ALIGN);
     const size_t step = vm_put_bytes(&bytes, g->nodes * sizeof(vm_step), VM_ALIGN);
@@ -107,6 +126,7 @@ vm_status vm_plan_new(const vm_model *m, const vm_request *request, vm_plan **ou
                       .piece = (vm_piece *)(block + piece),
                       .pool_bytes = vm_pool_bytes(request->limits.threads),
                       .plan_bytes = bytes};
+    plan->request.frames = frames_of(request);
     plan->own_bytes = m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
     if ((s = build(m, plan)) && s != VM_ELIMIT)
         vm_plan_free(m, plan);
@@ -119,10 +139,10 @@ vm_status vm_plan_new(const vm_model *m, const vm_request *request, vm_plan **ou
 static bool serves(const vm_plan *plan, const vm_request *b) {
     const vm_request *a = &plan->request;
     return a->op == b->op && a->backend == b->backend && a->limits.threads == b->limits.threads &&
-           a->height == b->height && a->width == b->width && a->batch == b->batch && a->in == b->in &&
-           a->out == b->out && a->host_arrays == b->host_arrays && a->own_output == (b->own_output && !plan->staged) &&
-           a->scaled == b->scaled && a->unclamped == b->unclamped && a->scale == b->scale &&
-           a->memory_limit == b->memory_limit;
+           a->height == b->height && a->width == b->width && a->batch == b->batch && a->frames == frames_of(b) &&
+           a->in == b->in && a->out == b->out && a->host_arrays == b->host_arrays &&
+           a->own_output == (b->own_output && !plan->staged) && a->scaled == b->scaled &&
+           a->unclamped == b->unclamped && a->scale == b->scale && a->memory_limit == b->memory_limit;
 }
 
 vm_status vm_plan_for_run(vm_model *m, const vm_request *request, vm_plan **out) {

@@ -38,7 +38,7 @@ static vm_view view(const walk *w, int node) {
     if (node == VM_NONE || w->plan->step[node].y == VM_NONE) return (vm_view){.dtype = dtype, .ring = SIZE_MAX};
     const vm_step *s = &w->plan->step[node];
     const vm_piece *p = &w->plan->piece[s->y];
-    const size_t row = s->pass.y.w * VM_BLOCK, block = w->device->channels_last ? VM_BLOCK : row;
+    const size_t row = s->pass.y.f * s->pass.y.w * VM_BLOCK, block = w->device->channels_last ? VM_BLOCK : row;
     char *data = (char *)address(w, s->y) + s->y_block * block * vm_dtype_bytes(dtype);
     return (vm_view){data, dtype, block, p->pitch * row, p->ring};
 }
@@ -253,7 +253,7 @@ static uint64_t key_of(const walk *w, size_t item) {
     const vm_request *r = &w->plan->request;
     const struct {
         const void *model, *weights, *arena, *in, *out;
-        size_t op, many, staged, height, width, in_row, in_channel, in_format, out_format, scaled, unclamped;
+        size_t op, many, staged, frames, height, width, in_row, in_channel, in_format, out_format, scaled, unclamped;
         uint64_t plan;
         double scale;
     } all = {.model = w->m,
@@ -264,6 +264,7 @@ static uint64_t key_of(const walk *w, size_t item) {
              .op = r->op,
              .many = r->batch > 1, /* changes the place of staging */
              .staged = w->plan->staged,
+             .frames = r->frames,
              .height = r->height,
              .width = r->width,
              .in_row = (size_t)w->run->in.row,

@@ -74,8 +74,8 @@ typedef enum vm_op { VM_ENCODE, VM_DECODE, VM_OPS } vm_op;
 /* How an autoencoder is built and how its tensors are named. */
 typedef enum vm_family {
     VM_KL, /* diffusers' AutoencoderKL and AutoencoderKLFlux2 */
-    /* AutoencoderKLQwenImage, AutoencoderKLQwenImage21 and AutoencoderKLWan, for one frame: only the last temporal
-     * slice of a convolution meets the frame; pixel norms; upsamplers halve the channels; images within [-1, 1] */
+    /* AutoencoderKLQwenImage, AutoencoderKLQwenImage21 and AutoencoderKLWan. Pixel norms; upsamplers halve the
+     * channels; images within [-1, 1]. Of one frame: only the last temporal slice of a convolution meets it */
     VM_WAN,
     VM_HUNYUAN_IMAGE, /* AutoencoderKLHunyuanImage: pixel shuffles between levels */
     /* AutoencoderTiny: convolutions and ReLU, one width per half, latents without moments. Only the smallest level of
@@ -94,6 +94,7 @@ typedef struct vm_arch {
     float norm_eps;
     bool use_quant_conv, use_post_quant_conv, mid_block_add_attention;
     bool slices;                  /* VM_WAN: weights have a slice for each of three frames */
+    bool videos;                  /* and all are kept, with the convolutions over time, so that videos can be run */
     bool residual;                /* VM_WAN: a level's input is added to its output */
     bool temporal[VM_MAX_LEVELS]; /* and whether the resampler after an encoder's level also resamples frames */
     size_t image_patch;           /* VM_WAN: 2 if 2x2 pixels of an image become one with four times the channels */
@@ -110,6 +111,10 @@ const vm_arch *const *vm_arch_models(void);
 vm_status vm_arch_check(const vm_arch *arch);
 /* Returns: image pixels per latent pixel along a side: 2^(levels - 1), times the side of a patch. */
 size_t vm_arch_factor(const vm_arch *arch);
+/* Returns: how often the number of a video's frames is halved; 0: the model runs images only. */
+size_t vm_arch_halvings(const vm_arch *arch);
+/* Returns: whether the resampler after an encoder's level also resamples frames, if the model is of videos. */
+bool vm_arch_is_temporal(const vm_arch *arch, size_t level);
 /* Returns: channels of an encoder's output: means and log-variances, or latents only. */
 size_t vm_arch_encoded(const vm_arch *arch);
 /* block_out_channels of the half that does `op`. */
@@ -128,12 +133,12 @@ typedef struct vm_tensor {
     bool set, rounded;    /* rounded: packing rounded the numbers */
 } vm_tensor;
 
-/* A pass before its size is known. Levels say how often the image side is halved. A node makes one tensor, known by the
- * node's index; the plan places it. */
+/* A pass before its size is known. Levels say how often the image side is halved, times how often the number of frames
+ * is. A node makes one tensor, known by the node's index; the plan places it. */
 typedef struct vm_node {
     char name[VM_NAME];
     vm_pass pass;
-    int x_level, y_level;
+    int x_level, y_level, x_time, y_time;
     int x, add;                    /* nodes; VM_NONE: the user's pixels, or no add */
     int weight, bias, gamma, beta; /* tensors of weights; VM_NONE: the pass has none */
 } vm_node;
@@ -144,8 +149,8 @@ typedef struct vm_graph {
 } vm_graph;
 
 struct vm_model;
-/* Appends to model->graph[op] and registers the tensors that its passes need. */
-vm_status vm_passes_build(struct vm_model *model, vm_op op);
+/* Appends to model->graph[op], or to model->video[op], and registers the tensors that its passes need. */
+vm_status vm_passes_build(struct vm_model *model, vm_op op, bool video);
 /* Returns: FLOPs; a multiply-add counts as two. A 3x3 counts as a direct sum, though Winograd's way needs fewer; after
  * nearest 2x it counts as its four 2x2 filters. A move counts one per number of the larger tensor. */
 double vm_pass_flops(const vm_pass *pass);
@@ -159,8 +164,8 @@ typedef struct vm_model {
     vm_mem *host;              /* the core's own tables: mem if the device is the host, otherwise vm_mem_common */
     const vm_backend *backend; /* where the model lives; on the host a run may name another host backend */
     vm_arch arch;
-    unsigned parts; /* VM_ENCODER | VM_DECODER */
-    vm_graph graph[VM_OPS];
+    unsigned parts;                        /* VM_ENCODER | VM_DECODER */
+    vm_graph graph[VM_OPS], video[VM_OPS]; /* of images and, if arch.videos, of several frames */
     size_t tensors;
     vm_tensor *tensor;
     void *weights; /* the packed copy */
@@ -284,6 +289,7 @@ typedef struct vm_request {
     const vm_backend *backend;
     vm_limits limits;            /* stripe_bytes: chosen by the planner */
     size_t height, width, batch; /* of the image */
+    size_t frames;               /* of a video; 0 or 1: images */
     vm_format in, out;           /* of the user's arrays */
     bool host_arrays;            /* the arrays are in the host's memory, otherwise in the device's */
     bool own_output;             /* the output is allocated for this run, and counts */

@@ -55,7 +55,7 @@ typedef struct job {
     ptrdiff_t *k_offsets, *v_offsets;
 } job;
 
-static size_t pixels_of(const vm_pass *p) { return p->x.h * p->x.w; }
+static size_t pixels_of(const vm_pass *p) { return p->x.h * p->x.w; } /* of a frame, which sees only itself */
 
 static layout make_layout(const vm_cpu *cpu, const vm_pass *p) {
     layout l = {.blocks = VM_BLOCKS(p->y.c), .in_number = cpu->pairs ? 2 : 1, .parts = vm_parts(cpu)};
@@ -85,6 +85,7 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p) {
 /* A thread's current task. */
 typedef struct task {
     const job *j;
+    size_t frame;
     float *q, *o, *s, *p, *k, *v;
     float *softmax; /* top, sum, keep for each block of queries */
 } task;
@@ -92,11 +93,12 @@ typedef struct task {
 /* ---- numbers, from x ---- */
 
 /* Loads one block of channels of n pixels from `first` on, counted row by row, by vm_products.load. */
-static void load(const job *j, void *to, void *rest, size_t block, size_t first, size_t n) {
+static void load(const task *t, void *to, void *rest, size_t block, size_t first, size_t n) {
+    const job *j = t->j;
     const size_t w = j->pass->x.w;
     for (size_t i = 0; i < n;) { /* runs of adjacent pixels */
         const size_t y = (first + i) / w, x = (first + i) % w, at = i * VM_BLOCK * sizeof(float);
-        const vm_source from = {vm_pixel(&j->at.x, y, block, x), j->at.x.dtype, VM_MIN(n - i, w - x)};
+        const vm_source from = {vm_pixel(&j->at.x, y, block, t->frame * w + x), j->at.x.dtype, VM_MIN(n - i, w - x)};
         j->cpu->products->load((char *)to + at, rest ? (char *)rest + at : NULL, &from);
         i += from.pixels;
     }
@@ -105,12 +107,13 @@ static void load(const job *j, void *to, void *rest, size_t block, size_t first,
 static uint16_t *halves_of(float *pairs) { return (uint16_t *)(void *)pairs; }
 
 /* Loads lines [pixel][16] of numbers, of channels from a block on; the rests `set` numbers after. */
-static void load_lines(const job *j, float *to, size_t set, size_t base, size_t block, size_t first, size_t n) {
+static void load_lines(const task *t, float *to, size_t set, size_t base, size_t block, size_t first, size_t n) {
+    const job *j = t->j;
     for (size_t half = 0; half < j->l.in_number; half++) {
         uint16_t *high = halves_of(to) + half * VM_BLOCK;
         uint16_t *low = j->l.parts > 1 ? halves_of(to + set) + half * VM_BLOCK : NULL;
         if (block + half < j->l.blocks) {
-            load(j, high, low, base + block + half, first, n);
+            load(t, high, low, base + block + half, first, n);
             continue;
         }
         for (size_t i = 0; i < n; i++) { /* the last block has no neighbour */
@@ -139,16 +142,17 @@ typedef struct halves {
 } halves;
 
 /* Loads a block of values, keys of n <= 16 numbers, as 16 lines. */
-static void load_values(const job *j, float *to, size_t block, size_t first, size_t n) {
+static void load_values(const task *t, float *to, size_t block, size_t first, size_t n) {
+    const job *j = t->j;
     lines v;
     if (j->cpu->pairs) {
         halves h;
         // cppcheck-suppress uninitvar ; load writes it
-        load(j, h.part[0], j->l.parts > 1 ? h.part[1] : NULL, block, first, n);
+        load(t, h.part[0], j->l.parts > 1 ? h.part[1] : NULL, block, first, n);
         // cppcheck-suppress uninitvar ; pair_pixels writes it
         for (size_t part = 0; part < j->l.parts; part++) pair_pixels(v.part[part], h.part[part], n);
     } else {
-        load(j, v.part[0], NULL, block, first, n);
+        load(t, v.part[0], NULL, block, first, n);
         memset(v.part[0] + n * VM_BLOCK, 0, (VM_BLOCK - n) * VM_BLOCK * sizeof(float));
     }
     for (size_t part = 0; part < j->l.parts; part++) j->cpu->ops->transpose(to + part * j->l.v_set, v.part[part]);
@@ -159,18 +163,19 @@ static void load_run(const task *t, size_t first, size_t n) {
     const layout *l = &j->l;
     const size_t deep = VM_BLOCK * l->in_number;
     for (size_t b = 0; b < l->blocks; b += l->in_number)
-        load_lines(j, t->k + b / l->in_number * l->keys * VM_BLOCK, l->k_set, l->blocks, b, first, n);
+        load_lines(t, t->k + b / l->in_number * l->keys * VM_BLOCK, l->k_set, l->blocks, b, first, n);
     for (size_t b = 0; b < l->blocks; b++)
         for (size_t i = 0; i < n; i += deep)
-            load_values(j, t->v + i / deep * l->c * VM_BLOCK + b * LINES, 2 * l->blocks + b, first + i,
+            load_values(t, t->v + i / deep * l->c * VM_BLOCK + b * LINES, 2 * l->blocks + b, first + i,
                         VM_MIN(n - i, deep));
 }
 
 /* Makes a batch's weights from its lines [query][16] of numbers. */
-static void load_queries(const job *j, float *w, size_t block, size_t first, size_t n) {
+static void load_queries(const task *t, float *w, size_t block, size_t first, size_t n) {
+    const job *j = t->j;
     lines q;
     memset(&q, 0, sizeof q);
-    load_lines(j, q.part[0], LINES, 0, block, first, n);
+    load_lines(t, q.part[0], LINES, 0, block, first, n);
     for (size_t part = 0; part < j->l.parts; part++) j->cpu->ops->transpose(w + part * LINES, q.part[part]);
 }
 
@@ -257,17 +262,25 @@ static void store_block(const task *t, size_t block, size_t first, size_t n) {
         for (size_t i = 0, some; i < n; i += some) {
             const size_t x = (first + i) % w;
             some = VM_MIN(n - i, w - x);
-            j->cpu->ops->store(vm_pixel(y, (first + i) / w, b, x), y->dtype, pixels + i * VM_BLOCK, some, 1, NULL,
-                               false);
+            j->cpu->ops->store(vm_pixel(y, (first + i) / w, b, t->frame * w + x), y->dtype, pixels + i * VM_BLOCK, some,
+                               1, NULL, false);
         }
     }
+}
+
+/* Returns: tasks of a frame. */
+static size_t tasks_of(const vm_pass *p, const layout *l) {
+    const size_t each = l->queries * VM_BLOCK;
+    return (pixels_of(p) + each - 1) / each;
 }
 
 static void attention_task(const void *context, size_t index, unsigned thread) {
     const job *j = context;
     const layout *l = &j->l;
     char *own = (char *)j->at.scratch + thread * j->at.scratch_each;
+    const size_t pixels = pixels_of(j->pass), tasks = tasks_of(j->pass, l);
     const task t = {.j = j,
+                    .frame = index / tasks,
                     .q = (float *)own,
                     .o = (float *)(own + l->o),
                     .s = (float *)(own + l->s),
@@ -275,13 +288,13 @@ static void attention_task(const void *context, size_t index, unsigned thread) {
                     .k = (float *)(own + l->k),
                     .v = (float *)(own + l->v),
                     .softmax = (float *)(own + l->softmax)};
-    const size_t pixels = pixels_of(j->pass), first = index * l->queries * VM_BLOCK;
+    const size_t first = index % tasks * l->queries * VM_BLOCK;
     const size_t n = VM_MIN(pixels - first, l->queries * VM_BLOCK), blocks = VM_BLOCKS(n);
     memset(t.o, 0, blocks * l->c * VM_BLOCK * sizeof *t.o);
     for (size_t i = 0; i < blocks * 3 * VM_BLOCK; i++) t.softmax[i] = i % (3 * VM_BLOCK) < VM_BLOCK ? -INFINITY : 0;
     for (size_t i = 0; i < blocks; i++)
         for (size_t b = 0; b < l->blocks; b += l->in_number)
-            load_queries(j, t.q + (i * l->k_batches + b / l->in_number) * l->rows, b, first + i * VM_BLOCK,
+            load_queries(&t, t.q + (i * l->k_batches + b / l->in_number) * l->rows, b, first + i * VM_BLOCK,
                          VM_MIN(n - i * VM_BLOCK, VM_BLOCK));
     for (size_t key = 0; key < pixels; key += l->keys) {
         const size_t keys = VM_MIN(l->keys, pixels - key);
@@ -294,8 +307,8 @@ static void attention_task(const void *context, size_t index, unsigned thread) {
 /* ---- the pass ---- */
 
 static vm_cut attention_cut(const vm_cpu *cpu, const vm_pass *p) {
-    const size_t each = make_layout(cpu, p).queries * VM_BLOCK;
-    return (vm_cut){.rows = 1, .columns = (pixels_of(p) + each - 1) / each, .out_rows = p->y.h, .in_rows = p->x.h};
+    const layout l = make_layout(cpu, p);
+    return (vm_cut){.rows = 1, .columns = p->y.f * tasks_of(p, &l), .out_rows = p->y.h, .in_rows = p->x.h};
 }
 
 static vm_needs attention_needs(const vm_cpu *cpu, const vm_pass *p, vm_manner manner) {

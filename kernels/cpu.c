@@ -91,7 +91,7 @@ static bool by_winograd(const vm_cpu *cpu, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
     if (p->ksize != 3 || p->x_format != VM_ROWS || !vm_transforms_of(cpu, p)) return false;
     if (cpu->pairs && (cpu->pairs > 1 || p->x.c % (2 * VM_BLOCK))) return false;
-    return p->up || (p->x.c >= VM_BLOCK && p->y.h * p->y.w >= WORTH);
+    return p->up || (p->x.c >= VM_BLOCK && p->y.f * p->y.h * p->y.w >= WORTH);
 }
 
 static const vm_method *method_of(const vm_cpu *cpu, const vm_pass *p) {
@@ -103,7 +103,7 @@ static const vm_method *method_of(const vm_cpu *cpu, const vm_pass *p) {
 static vm_cut cut(const vm_backend *b, const vm_pass *p, bool tight) {
     const double longer = 1.1; /* of a decode that transforms all its weights by task (docs/SPEED.md) */
     vm_cut c = method_of(b->self, p)->cut(b->self, p);
-    c.together = VM_MAX(c.out_rows, 2);
+    c.together = VM_MAX(c.out_rows, p->y.f > 1 ? 1 : 2); /* an image's reader may add two rows at once */
     c.cost = tight ? longer : 1;
     return c;
 }

@@ -176,30 +176,31 @@ typedef struct vm_work {
     float *parts; /* partial sums of the tiles in progress */
 } vm_work;
 
-/* The output in cells: its pixels, or rectangles that a method computes at once. */
+/* The output in cells: its pixels, or boxes of them that a method computes at once. */
 typedef struct vm_grid {
-    size_t cell_h, cell_w;     /* output pixels of a cell */
-    size_t step_h, step_w;     /* input pixels from cell to cell */
-    size_t overlap, pad;       /* input pixels beyond the last cell's, and above the first's */
-    size_t height, width;      /* of the output */
-    size_t tile_h, tile_w;     /* of a full tile */
-    size_t rows, columns;      /* of tiles */
-    size_t input_h, input_w;   /* pixels of the input of a full tile */
-    size_t output_h, output_w; /* pixels of the output; the last cells may reach beyond it */
+    size_t cell_h, cell_w, cell_f;       /* output pixels of a cell, and frames */
+    size_t step_h, step_w, step_f;       /* input pixels from cell to cell, and frames */
+    size_t overlap, pad;                 /* input pixels beyond the last cell's, and above the first's */
+    size_t overlap_f, pad_f;             /* the same of frames */
+    size_t height, width, length;        /* of the output */
+    size_t tile_h, tile_w, tile_f;       /* of a full tile */
+    size_t rows, columns, layers;        /* of tiles; a row of tiles is [layer][column] */
+    size_t input_h, input_w, input_f;    /* pixels and frames of the input of a full tile */
+    size_t output_h, output_w, output_f; /* of the output; the last cells may reach beyond it */
 } vm_grid;
 
 typedef struct vm_tile {
-    size_t y0, x0, h, w; /* in cells */
+    size_t y0, x0, f0, h, w, f; /* in cells */
 } vm_tile;
 
 typedef struct vm_box {
-    ptrdiff_t top, left; /* pixels; may lie in the padding */
-    size_t rows, width;
+    ptrdiff_t top, left, first; /* pixels and frames; may lie in the padding */
+    size_t rows, width, frames;
 } vm_box;
 
 /* A grid without tiles; vm_grid_cut sets them. */
-vm_grid vm_grid_of(const vm_pass *pass, size_t cell_h, size_t cell_w);
-void vm_grid_cut(vm_grid *grid, size_t tile_h, size_t tile_w);
+vm_grid vm_grid_of(const vm_pass *pass, size_t cell_h, size_t cell_w, size_t cell_f);
+void vm_grid_cut(vm_grid *grid, size_t tile_h, size_t tile_w, size_t tile_f);
 vm_tile vm_grid_tile(const vm_grid *grid, size_t task);
 vm_box vm_tile_input(const vm_grid *grid, const vm_tile *tile);
 vm_box vm_tile_output(const vm_grid *grid, const vm_tile *tile);
@@ -212,26 +213,27 @@ vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands 
 /* Returns: parts of a number in products: itself, or two bfloat16. */
 static inline size_t vm_parts(const vm_cpu *cpu) { return cpu->pairs > 1 ? 2 : 1; }
 
-/* Pixels of the input, normalised and activated, and zero outside the image.
- * vm_load_box: x has planes of [rows][width][16] floats, one for 16 channels, `plane` floats apart and with rows `row`
- * floats apart; or planes of pairs, one for 32 channels. If numbers are split, a second set of planes holds the rests.
+/* Pixels of the input, normalised and activated, and zero outside the image, and in frames that are not met.
+ * vm_load_box: x has planes of [frames][rows][width][16] floats, one for 16 channels, `plane` floats apart and with
+ * rows `row` floats apart; or planes of pairs, one for 32 channels. If numbers are split, a second set of planes holds
+ * the rests.
  * vm_load_block: one block of channels as floats.
- * inverse: [rows][width] floats, 1 over the length of each pixel. vm_invert_lengths makes them, adding in the order of
- * the blocks and then of the lanes; vm_load_box calls it. NULL if pixels are not normalised by themselves. */
+ * inverse: [frames][rows][width] floats, 1 over the length of each pixel. vm_invert_lengths makes them, adding in the
+ * order of the blocks and then of the lanes; vm_load_box calls it. NULL if pixels are not normalised by themselves. */
 size_t vm_planes(const vm_cpu *cpu, size_t channels);
 void vm_invert_lengths(const vm_work *work, const vm_box *box, float *inverse);
 void vm_load_box(const vm_work *work, const vm_box *box, float *inverse, float *x, size_t plane, size_t row);
 void vm_load_block(const vm_work *work, const vm_box *box, const float *inverse, float *x, size_t block, size_t row);
 /* Returns: bytes of the inverse lengths of a tile's input. */
 static inline size_t vm_inverse_bytes(const vm_pass *pass, const vm_grid *grid) {
-    return pass->norm == VM_NORM_PIXEL ? VM_PRODUCT(grid->input_h, grid->input_w, sizeof(float)) : 0;
+    return pass->norm == VM_NORM_PIXEL ? VM_PRODUCT(grid->input_f, grid->input_h, grid->input_w, sizeof(float)) : 0;
 }
 /* gemm for any number of pixels: in as few groups as possible, of nearly equal size. */
 void vm_multiply(const vm_products *products, vm_gemm all);
 /* Returns: whether results are written to their final place. Otherwise vm_store_row moves them there from floats: n
  * pixels of one block, with the residual added, into y or the user's pixels. */
 bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass);
-void vm_store_row(const vm_work *work, const float *from, size_t block, size_t y, size_t x, size_t n);
+void vm_store_row(const vm_work *work, const float *from, size_t block, size_t frame, size_t y, size_t x, size_t n);
 /* Completes results written in place: ReLU. */
 void vm_activate_box(const vm_work *work, const vm_box *box, size_t block);
 /* Stores one number into the user's image of shape s, as bytes or as planes of floats. */
@@ -242,7 +244,7 @@ static inline void vm_store_number(bool bytes, void *image, const vm_shape *s, v
     if (bytes) /* NaN becomes 0 */
         ((uint8_t *)image)[pixel * s->c + c] = !(byte > 0) ? 0 : byte >= 255 ? 255 : (uint8_t)lrintf(byte);
     else
-        ((float *)image)[c * s->h * s->w + pixel] = v;
+        ((float *)image)[c * s->f * s->h * s->w + pixel] = v;
 }
 /* Measures one channel block of a task's output: a partial sum. */
 void vm_measure_box(const vm_work *work, const vm_box *box, size_t task, size_t block);
@@ -270,14 +272,17 @@ void vm_unpack(vm_dtype dtype, const vm_weight *w, const void *from, float *data
 typedef struct vm_filter {
     const void *weight;
     vm_dtype dtype;
-    size_t in, taps;
+    size_t in, taps, slices;
 } vm_filter;
 
+/* The filter of a pass. Its first slice to use is pass->skipped. */
+vm_filter vm_filter_of(const vm_work *work);
 /* 16 output channels' weights of input channel i at one tap; zero if there is no such channel. */
-void vm_filter_row(float row[VM_BLOCK], const vm_filter *f, size_t block, size_t i, size_t tap);
+void vm_filter_row(float row[VM_BLOCK], const vm_filter *f, size_t block, size_t slice, size_t i, size_t tap);
 /* Those of 16 input channels, or all if fewer: [tap][input channel][16]. Returns: where they are packed or, for halves,
  * `to`, which needs room for them and one more row. */
-const float *vm_filter_block(float *to, const vm_cpu_ops *ops, const vm_filter *f, size_t block, size_t x_block);
+const float *vm_filter_block(float *to, const vm_cpu_ops *ops, const vm_filter *f, size_t block, size_t slice,
+                             size_t x_block);
 
 /* ---- norm.c ---- */
 

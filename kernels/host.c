@@ -68,7 +68,7 @@ static vm_status copy(const vm_backend *b, void *to, const void *from, size_t by
 
 static vm_status blend(const vm_backend *b, void *stream, const vm_blend_args *a) {
     (void)b, (void)stream;
-    const vm_shape image = {.c = a->y_c, .h = a->y_h, .w = a->y_w};
+    const vm_shape image = {.c = a->y_c, .h = a->y_h, .w = a->y_w, .f = 1};
     const bool bytes = a->format == VM_U8_NHWC;
     const size_t item_bytes = VM_PRODUCT(image.c, image.h, image.w, bytes ? 1 : sizeof(float));
     for (size_t plane = 0; plane < (size_t)a->batch * a->y_c; plane++)

@@ -11,7 +11,7 @@
  *
  * Rows. A tensor is h rows; a row is [c/16][w][16] numbers: channels in blocks of VM_BLOCK, the pixels of a block side
  * by side, channels beyond c zero. The view holds the distances between blocks and between rows, so a tensor may occupy
- * the first blocks of a wider one's rows.
+ * the first blocks of a wider one's rows. A row of a video is that row of all its frames, [c/16][f][w][16].
  *
  * This header includes no other header of this project. */
 #ifndef VM_KERNELS_H
@@ -182,12 +182,12 @@ typedef struct vm_numbers {
     const void *data;
     char kind; /* NumPy's: f, i or u; or b for bfloat16 */
     size_t size;
-    bool swapped;                        /* not in this machine's byte order */
-    ptrdiff_t item, channel, row, pixel; /* strides in bytes */
+    bool swapped;                               /* not in this machine's byte order */
+    ptrdiff_t item, channel, frame, row, pixel; /* strides in bytes */
 } vm_numbers;
 
 typedef struct vm_shape {
-    size_t c, h, w;
+    size_t c, h, w, f; /* f: frames; an image has one */
 } vm_shape;
 
 /* The norm of x on load, before SiLU. */
@@ -226,7 +226,7 @@ typedef enum vm_order {
 
 typedef struct vm_move {
     vm_order order;
-    uint32_t frames; /* each channel has this many frames, 1 or 2; all but the last are zeros */
+    uint32_t frames; /* each channel has this many frames, 1 or 2; an image is the last of them, others are zeros */
 } vm_move;
 
 /* Returns: how many numbers of the larger tensor, in that order, share one place in the other's pixel. */
@@ -235,23 +235,33 @@ static inline VM_ANYWHERE size_t vm_move_share(vm_move m, size_t x_c, size_t y_c
     return up || (!down && y_c > x_c) ? y_c * parts / x_c : x_c * parts / y_c;
 }
 
-/* Returns: the place of a number of the last frame among those of `channels` channels. */
-static inline VM_ANYWHERE size_t vm_move_at(vm_move m, size_t channels, size_t c, size_t row, size_t column) {
+/* Returns: the place of a number of one of its frames among those of `channels` channels. */
+static inline VM_ANYWHERE size_t vm_move_at(vm_move m, size_t channels, size_t c, size_t frame, size_t row,
+                                            size_t column) {
     if (m.order == VM_ROW_COLUMN_CHANNEL) return (row * 2 + column) * channels + c;
     const size_t part = m.order == VM_CHANNEL_ROW_COLUMN ? row * 2 + column : column * 2 + row;
-    return (c * m.frames + m.frames - 1) * 4 + part;
+    return (c * m.frames + frame) * 4 + part;
 }
 
-/* The number at that place. Returns: false for another frame's, which is zero. */
-static inline VM_ANYWHERE bool vm_move_from(vm_move m, size_t channels, size_t at, size_t *c, size_t *row,
-                                            size_t *column) {
+/* The number at that place. Returns: its frame. */
+static inline VM_ANYWHERE size_t vm_move_from(vm_move m, size_t channels, size_t at, size_t *c, size_t *row,
+                                              size_t *column) {
     const bool last = m.order == VM_ROW_COLUMN_CHANNEL;
     const size_t part = last ? at / channels : at % 4;
     *c = last ? at % channels : at / 4 / m.frames;
     *row = m.order == VM_CHANNEL_COLUMN_ROW ? part % 2 : part / 2;
     *column = m.order == VM_CHANNEL_COLUMN_ROW ? part / 2 : part % 2;
-    return last || at / 4 % m.frames + 1 == m.frames;
+    return last ? m.frames - 1 : at / 4 % m.frames;
 }
+
+/* How a pass changes the number of frames. A convolution passes on the first frame as it is. */
+typedef enum vm_time {
+    VM_TIME_SAME,
+    VM_TIME_HALVED, /* frame j of y meets frames up to 2j of x: a convolution three, a move two */
+    /* Frames 2i - 1 and 2i of y are made of frame i of x: by a convolution, of frames i - 2 to i, from 1 on, each from a
+     * half of its outputs; by a move, each from one of its frames */
+    VM_TIME_DOUBLED
+} vm_time;
 
 typedef struct vm_pass {
     vm_pass_kind kind;
@@ -259,6 +269,10 @@ typedef struct vm_pass {
     int ksize, stride; /* 3 or 1; 1 or 2. A move to fewer pixels: 2 and 2 */
     int pad;           /* rows of zeros above x, and columns before it; below and after as many as needed */
     bool up;           /* nearest 2x before a 3x3 convolution; or a move to more pixels */
+    size_t slices;     /* frames of x that a frame of y meets, the last at its own time: 1 to 3 */
+    size_t skipped;    /* slices of the stored filter before these: an image meets only the last */
+    vm_time time;
+    bool turned; /* rows are the picture's columns: filters and the user's pixels are transposed */
     vm_move move;
     vm_norm norm;
     bool affine; /* x * in_scale + in_shift on load, for the user's pixels */
@@ -377,18 +391,23 @@ static inline VM_ANYWHERE float vm_blended(const vm_blend_args *a, size_t plane,
 typedef struct vm_weight {
     size_t out, in, ksize;
     bool vector, up; /* up: of a convolution after nearest 2x */
-    size_t past;     /* (out, in, past + 1, ksize, ksize): one frame meets only the last slice, and only that is kept */
-    bool qkv;        /* three convolutions, one after another: the channels of each begin a new block */
+    size_t past;     /* (out, in, past + 1, ksize, ksize): slices for earlier frames, then the last */
+    bool frames;     /* keeps all slices; otherwise only the last, which is all that one frame meets */
+    size_t parts;    /* 0, or 3 or 2 convolutions, one after another: the channels of each begin a new block */
 } vm_weight;
+
+/* Returns: slices that are kept. */
+static inline size_t vm_weight_slices(const vm_weight *w) { return w->frames ? w->past + 1 : 1; }
 
 /* Returns: the place of the file's output channel o among the vm_weight_lanes stored channels. */
 static inline size_t vm_weight_lane(const vm_weight *w, size_t o) {
-    const size_t each = w->qkv ? w->out / 3 : w->out;
+    const size_t each = w->parts ? w->out / w->parts : w->out;
     return o / each * VM_BLOCKS(each) * VM_BLOCK + o % each;
 }
 
 static inline size_t vm_weight_lanes(const vm_weight *w) {
-    return w->qkv ? 3 * VM_BLOCKS(w->out / 3) * VM_BLOCK : VM_BLOCKS(w->out) * VM_BLOCK;
+    const size_t parts = w->parts ? w->parts : 1;
+    return parts * VM_BLOCKS(w->out / parts) * VM_BLOCK;
 }
 
 /* How the rows of a pass's output are cut into rows of tiles, which can be computed piece by piece. It depends only on

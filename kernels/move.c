@@ -24,14 +24,14 @@ typedef struct layout {
 } layout;
 
 static vm_grid make_grid(const vm_pass *p) {
-    vm_grid g = vm_grid_of(p, p->up ? 2 : 1, p->up ? 2 : 1);
+    vm_grid g = vm_grid_of(p, p->up ? 2 : 1, p->up ? 2 : 1, 1);
     const size_t columns = (p->y.w + TILE_WIDTH - 1) / TILE_WIDTH;
-    vm_grid_cut(&g, 1, (g.width + columns - 1) / columns);
+    vm_grid_cut(&g, 1, (g.width + columns - 1) / columns, 1);
     return g;
 }
 
 static layout make_layout(const vm_pass *p, const vm_grid *g, size_t at_once) {
-    layout l = {.row = g->input_w * VM_BLOCK, .plane = g->input_h * g->input_w * VM_BLOCK};
+    layout l = {.row = g->input_w * VM_BLOCK, .plane = g->input_f * g->input_h * g->input_w * VM_BLOCK};
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, at_once), VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(VM_BLOCKS(p->x.c), l.plane, sizeof(float)), VM_ALIGN);
@@ -44,23 +44,35 @@ static void add_up(float *y, const float *x, size_t step, size_t apart, size_t n
     for (size_t i = 0; i < n; i++) y[i * apart * VM_BLOCK] += x[i * step * VM_BLOCK] * share;
 }
 
-/* Makes row `row` of the cells of a channel block of y from the x tile. */
-static void make_row(const job *j, const layout *l, const float *x, float *y, size_t block, size_t row, size_t cells) {
+/* Makes row `row` of the cells of a channel block of y from the x tile. frame: which of a channel's it is. */
+static void make_row(const job *j, const layout *l, const float *x, float *y, size_t block, size_t frame, size_t row,
+                     size_t cells) {
     const vm_pass *p = j->work.pass;
     const bool down = p->stride == 2, larger = p->up || (!down && p->y.c > p->x.c);
     const size_t share = vm_move_share(p->move, p->x.c, p->y.c, p->up, down), wide = j->g.cell_w;
     memset(y, 0, cells * wide * VM_BLOCK * sizeof *y);
     for (size_t lane = 0, o = block * VM_BLOCK; lane < VM_BLOCK && o < p->y.c; lane++, o++) {
         for (size_t s = 0; larger && s < wide; s++) {
-            const size_t c = (p->up ? vm_move_at(p->move, p->y.c, o, row, s) : o) / share;
+            const size_t c = (p->up ? vm_move_at(p->move, p->y.c, o, frame, row, s) : o) / share;
             add_up(y + s * VM_BLOCK + lane, x + c / VM_BLOCK * l->plane + c % VM_BLOCK, 1, wide, cells, 1);
         }
         for (size_t i = 0; !larger && i < share; i++) {
             size_t c = o * share + i, r = 0, s = 0;
-            if (down && !vm_move_from(p->move, p->x.c, c, &c, &r, &s)) continue;
+            const size_t of = down ? vm_move_from(p->move, p->x.c, c, &c, &r, &s) : 0;
+            if (down && p->time == VM_TIME_SAME && of != frame) continue; /* zero */
+            r += p->time == VM_TIME_SAME ? 0 : of * j->g.input_h;
             const float *from = x + c / VM_BLOCK * l->plane + r * l->row + s * VM_BLOCK + c % VM_BLOCK;
             add_up(y + lane, from, down ? 2 : 1, 1, cells, 1 / (float)share);
         }
+    }
+}
+
+/* Makes a channel block of frame `to` of a tile, which is the channels' frame `frame`. */
+static void make_frame(const job *j, const layout *l, const float *x, float *y, const vm_box *out, size_t block,
+                       size_t frame, size_t to) {
+    for (size_t row = 0; row < out->rows; row++) {
+        make_row(j, l, x, y, block, frame, row, (out->width + j->g.cell_w - 1) / j->g.cell_w);
+        vm_store_row(&j->work, y, block, to, (size_t)out->top + row, (size_t)out->left, out->width);
     }
 }
 
@@ -73,11 +85,10 @@ static void move_tile(const void *context, size_t task, unsigned thread) {
     const vm_tile tile = vm_grid_tile(&j->g, task);
     const vm_box input = vm_tile_input(&j->g, &tile), output = vm_tile_output(&j->g, &tile);
     vm_load_box(&j->work, &input, NULL, x, l.plane, l.row);
+    const size_t first = (size_t)output.first, all = p->move.frames;
     for (size_t block = 0; block < VM_BLOCKS(p->y.c); block++) {
-        for (size_t row = 0; row < output.rows; row++) {
-            make_row(j, &l, x, y, block, row, tile.w);
-            vm_store_row(&j->work, y, block, (size_t)output.top + row, (size_t)output.left, output.width);
-        }
+        if (p->time == VM_TIME_DOUBLED && first) make_frame(j, &l, x, y, &output, block, 0, 2 * first - 1);
+        make_frame(j, &l, x, y, &output, block, all - 1, p->time == VM_TIME_DOUBLED ? 2 * first : first);
         if (p->stats) vm_measure_box(&j->work, &output, task, block);
     }
 }

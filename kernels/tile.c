@@ -15,7 +15,7 @@ static layout make_layout(const vm_pass *pass, const vm_grid *grid, size_t at_on
     layout l = {0};
     l.channels = vm_put_bytes(&l.bytes, 2 * channels * sizeof(float), VM_ALIGN);
     l.sums = vm_put_bytes(&l.bytes, sum * sizeof(double), VM_ALIGN);
-    l.parts = vm_put_bytes(&l.bytes, VM_PRODUCT(at_once, grid->columns, sum, sizeof(float)), VM_ALIGN);
+    l.parts = vm_put_bytes(&l.bytes, VM_PRODUCT(at_once, grid->layers, grid->columns, sum, sizeof(float)), VM_ALIGN);
     return l;
 }
 
@@ -46,51 +46,71 @@ vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands 
     return w;
 }
 
-vm_grid vm_grid_of(const vm_pass *pass, size_t cell_h, size_t cell_w) {
-    const size_t k = (size_t)pass->ksize, stride = (size_t)pass->stride;
+vm_grid vm_grid_of(const vm_pass *pass, size_t cell_h, size_t cell_w, size_t cell_f) {
+    const size_t k = (size_t)pass->ksize, stride = (size_t)pass->stride, step = pass->time == VM_TIME_HALVED ? 2 : 1;
+    const size_t frames = pass->time == VM_TIME_DOUBLED ? pass->x.f : pass->y.f; /* doubled: a cell is one of x's */
     return (vm_grid){.cell_h = cell_h,
                      .cell_w = cell_w,
+                     .cell_f = cell_f,
                      .step_h = pass->up ? cell_h / 2 : cell_h * stride,
                      .step_w = pass->up ? cell_w / 2 : cell_w * stride,
+                     .step_f = cell_f * step,
                      .overlap = k - stride,
                      .pad = (size_t)pass->pad,
+                     .overlap_f = pass->slices - step,
+                     .pad_f = pass->slices - 1,
                      .height = (pass->y.h + cell_h - 1) / cell_h,
                      .width = (pass->y.w + cell_w - 1) / cell_w,
+                     .length = (frames + cell_f - 1) / cell_f,
                      .output_h = pass->y.h,
-                     .output_w = pass->y.w};
+                     .output_w = pass->y.w,
+                     .output_f = frames};
 }
 
-void vm_grid_cut(vm_grid *g, size_t tile_h, size_t tile_w) {
+void vm_grid_cut(vm_grid *g, size_t tile_h, size_t tile_w, size_t tile_f) {
     g->tile_h = VM_MAX(VM_MIN(tile_h, g->height), 1);
     g->tile_w = tile_w;
+    g->tile_f = tile_f;
     g->rows = (g->height + g->tile_h - 1) / g->tile_h;
     g->columns = (g->width + tile_w - 1) / tile_w;
+    g->layers = (g->length + tile_f - 1) / tile_f;
     g->input_h = g->tile_h * g->step_h + g->overlap;
     g->input_w = g->tile_w * g->step_w + g->overlap;
+    g->input_f = g->tile_f * g->step_f + g->overlap_f;
 }
 
 vm_tile vm_grid_tile(const vm_grid *g, size_t task) {
-    vm_tile t = {.y0 = task / g->columns * g->tile_h, .x0 = task % g->columns * g->tile_w};
+    vm_tile t = {.y0 = task / g->columns / g->layers * g->tile_h,
+                 .x0 = task % g->columns * g->tile_w,
+                 .f0 = task / g->columns % g->layers * g->tile_f};
     t.h = VM_MIN(g->tile_h, g->height - t.y0);
     t.w = VM_MIN(g->tile_w, g->width - t.x0);
+    t.f = VM_MIN(g->tile_f, g->length - t.f0);
     return t;
 }
 
 vm_box vm_tile_input(const vm_grid *g, const vm_tile *t) {
-    return (vm_box){(ptrdiff_t)(t->y0 * g->step_h) - (ptrdiff_t)g->pad,
-                    (ptrdiff_t)(t->x0 * g->step_w) - (ptrdiff_t)g->pad, t->h * g->step_h + g->overlap,
-                    t->w * g->step_w + g->overlap};
+    return (vm_box){.top = (ptrdiff_t)(t->y0 * g->step_h) - (ptrdiff_t)g->pad,
+                    .left = (ptrdiff_t)(t->x0 * g->step_w) - (ptrdiff_t)g->pad,
+                    .first = (ptrdiff_t)(t->f0 * g->step_f) - (ptrdiff_t)g->pad_f,
+                    .rows = t->h * g->step_h + g->overlap,
+                    .width = t->w * g->step_w + g->overlap,
+                    .frames = t->f * g->step_f + g->overlap_f};
 }
 
 vm_box vm_tile_output(const vm_grid *g, const vm_tile *t) {
-    const size_t top = t->y0 * g->cell_h, left = t->x0 * g->cell_w;
-    return (vm_box){(ptrdiff_t)top, (ptrdiff_t)left, VM_MIN(t->h * g->cell_h, g->output_h - top),
-                    VM_MIN(t->w * g->cell_w, g->output_w - left)};
+    const size_t top = t->y0 * g->cell_h, left = t->x0 * g->cell_w, first = t->f0 * g->cell_f;
+    return (vm_box){.top = (ptrdiff_t)top,
+                    .left = (ptrdiff_t)left,
+                    .first = (ptrdiff_t)first,
+                    .rows = VM_MIN(t->h * g->cell_h, g->output_h - top),
+                    .width = VM_MIN(t->w * g->cell_w, g->output_w - left),
+                    .frames = VM_MIN(t->f * g->cell_f, g->output_f - first)};
 }
 
 vm_cut vm_grid_rows(const vm_grid *g) {
     return (vm_cut){.rows = g->rows,
-                    .columns = g->columns,
+                    .columns = g->layers * g->columns,
                     .out_rows = g->tile_h * g->cell_h,
                     .in_step = g->tile_h * g->step_h,
                     .in_rows = g->input_h,
@@ -149,10 +169,11 @@ static float number_at(const vm_numbers *how, const char *at) {
     }
 }
 
-static float pixel_at(const vm_work *j, size_t c, size_t y, size_t x) {
+static float pixel_at(const vm_work *j, size_t c, size_t f, size_t y, size_t x) {
     const vm_numbers *how = j->at.numbers;
-    const char *at = (const char *)j->at.x_pixels + (ptrdiff_t)c * how->channel + (ptrdiff_t)y * how->row +
-                     (ptrdiff_t)x * how->pixel;
+    const ptrdiff_t row = (ptrdiff_t)(j->pass->turned ? x : y), pixel = (ptrdiff_t)(j->pass->turned ? y : x);
+    const char *at = (const char *)j->at.x_pixels + (ptrdiff_t)c * how->channel + (ptrdiff_t)f * how->frame +
+                     row * how->row + pixel * how->pixel;
     float v;
     if (how->kind == 'f' && how->size == sizeof v && !how->swapped)
         memcpy(&v, at, sizeof v);
@@ -162,7 +183,8 @@ static float pixel_at(const vm_work *j, size_t c, size_t y, size_t x) {
 }
 
 /* Loads n of the user's pixels, some at a time. */
-static void put_pixels(const vm_work *j, float *to, size_t block, size_t plane, size_t y, size_t x, size_t n) {
+static void put_pixels(const vm_work *j, float *to, size_t block, size_t plane, size_t f, size_t y, size_t x,
+                       size_t n) {
     enum { SOME = 32 };
     const size_t c0 = block * VM_BLOCK, lanes = VM_MIN(j->pass->x.c - c0, VM_BLOCK);
     float pixels[SOME * VM_BLOCK] = {0};
@@ -171,12 +193,12 @@ static void put_pixels(const vm_work *j, float *to, size_t block, size_t plane, 
     for (size_t done = 0; done < n; done += from.pixels, to += from.pixels * VM_BLOCK) {
         from.pixels = VM_MIN(n - done, SOME);
         for (size_t i = 0; i < from.pixels; i++)
-            for (size_t l = 0; l < lanes; l++) pixels[i * VM_BLOCK + l] = pixel_at(j, c0 + l, y, x + done + i);
+            for (size_t l = 0; l < lanes; l++) pixels[i * VM_BLOCK + l] = pixel_at(j, c0 + l, f, y, x + done + i);
         put(j, to, block, plane, &from);
     }
 }
 
-/* factor: of each pixel; NULL: 1. */
+/* x: counted through the frames. factor: of each pixel; NULL: 1. */
 static void put_row(const vm_work *j, float *to, size_t block, size_t plane, size_t y, size_t x, size_t n,
                     const float *factor) {
     vm_source from = how_to_load(j, block);
@@ -200,26 +222,41 @@ static span span_of(const vm_work *j, const vm_box *box) {
     return s;
 }
 
-static bool inside(const vm_work *j, ptrdiff_t y) { return y >= 0 && y < (ptrdiff_t)j->pass->x.h; }
+/* A line of a box: a row of a frame. */
+typedef struct line {
+    ptrdiff_t frame, y;
+    bool inside; /* the image, and a frame that is met */
+} line;
+
+static line line_of(const vm_work *j, const vm_box *box, size_t i) {
+    const vm_pass *p = j->pass;
+    const bool copies = p->kind == VM_PASS_CONV && p->time == VM_TIME_DOUBLED; /* the first frame, and no more of it */
+    line l = {box->first + (ptrdiff_t)(i / box->rows), box->top + (ptrdiff_t)(i % box->rows), false};
+    l.inside = l.y >= 0 && l.y < (ptrdiff_t)p->x.h && l.frame >= copies && l.frame < (ptrdiff_t)p->x.f;
+    return l;
+}
+
+static size_t lines_of(const vm_box *box) { return box->frames * box->rows; }
 
 void vm_invert_lengths(const vm_work *j, const vm_box *box, float *inverse) {
     enum { SOME = 64 /* pixels of all blocks that are added up at a time */ };
     const vm_pass *p = j->pass;
     const float least = p->eps * p->x_scale;
     const span s = span_of(j, box);
-    for (size_t r = 0; r < box->rows; r++) {
-        const ptrdiff_t y = box->top + (ptrdiff_t)r;
-        float *to = inverse + r * box->width + s.left;
-        for (size_t done = 0, some; inside(j, y) && done < s.pixels; done += some, to += some) {
+    for (size_t i = 0; i < lines_of(box); i++) {
+        const line l = line_of(j, box, i);
+        const size_t x = (size_t)l.frame * p->x.w + s.x;
+        float *to = inverse + i * box->width + s.left;
+        for (size_t done = 0, some; l.inside && done < s.pixels; done += some, to += some) {
             float squares[SOME * VM_BLOCK] = {0};
             some = VM_MIN(s.pixels - done, SOME);
             for (size_t b = 0; b < VM_BLOCKS(p->x.c); b++)
-                j->cpu->ops->squares(squares, vm_pixel(&j->at.x, (size_t)y, b, s.x + done), j->at.x.dtype, some);
-            for (size_t i = 0; i < some; i++) {
+                j->cpu->ops->squares(squares, vm_pixel(&j->at.x, (size_t)l.y, b, x + done), j->at.x.dtype, some);
+            for (size_t pixel = 0; pixel < some; pixel++) {
                 float sum = 0;
-                for (size_t l = 0; l < VM_BLOCK; l++) sum += squares[i * VM_BLOCK + l];
+                for (size_t lane = 0; lane < VM_BLOCK; lane++) sum += squares[pixel * VM_BLOCK + lane];
                 const float length = sqrtf(sum);
-                to[i] = 1 / (length < least ? least : length); /* NaN stays */
+                to[pixel] = 1 / (length < least ? least : length); /* NaN stays */
             }
         }
     }
@@ -228,29 +265,31 @@ void vm_invert_lengths(const vm_work *j, const vm_box *box, float *inverse) {
 /* Zeroes the part of a plane that lies outside the image. */
 static void put_padding(const vm_work *j, const vm_box *box, float *x, size_t row) {
     const span s = span_of(j, box);
-    for (size_t r = 0; r < box->rows; r++, x += row) {
-        const bool in = inside(j, box->top + (ptrdiff_t)r);
+    for (size_t i = 0; i < lines_of(box); i++, x += row) {
+        const bool in = line_of(j, box, i).inside;
         memset(x, 0, (in ? s.left : box->width) * VM_BLOCK * sizeof *x);
         if (in) memset(x + (s.left + s.pixels) * VM_BLOCK, 0, s.right * VM_BLOCK * sizeof *x);
     }
 }
 
-/* Loads the pixels of a channel block that lie in the image, in row r of the box. */
-static void put_image(const vm_work *j, const vm_box *box, size_t r, const float *inverse, float *x, size_t block,
+/* Loads the pixels of a channel block that lie in the image, in line i of the box. */
+static void put_image(const vm_work *j, const vm_box *box, size_t i, const float *inverse, float *x, size_t block,
                       size_t plane, size_t row) {
     const span s = span_of(j, box);
-    const ptrdiff_t y = box->top + (ptrdiff_t)r;
-    float *to = x + r * row + s.left * VM_BLOCK;
-    if (!inside(j, y)) return;
+    const line l = line_of(j, box, i);
+    const size_t frame = (size_t)l.frame, y = (size_t)l.y;
+    float *to = x + i * row + s.left * VM_BLOCK;
+    if (!l.inside) return;
     if (j->pass->x_format == VM_ROWS)
-        put_row(j, to, block, plane, (size_t)y, s.x, s.pixels, inverse ? inverse + r * box->width + s.left : NULL);
+        put_row(j, to, block, plane, y, frame * j->pass->x.w + s.x, s.pixels,
+                inverse ? inverse + i * box->width + s.left : NULL);
     else
-        put_pixels(j, to, block, plane, (size_t)y, s.x, s.pixels);
+        put_pixels(j, to, block, plane, frame, y, s.x, s.pixels);
 }
 
 void vm_load_block(const vm_work *j, const vm_box *box, const float *inverse, float *x, size_t block, size_t row) {
     put_padding(j, box, x, row);
-    for (size_t r = 0; r < box->rows; r++) put_image(j, box, r, inverse, x, block, 0, row);
+    for (size_t i = 0; i < lines_of(box); i++) put_image(j, box, i, inverse, x, block, 0, row);
 }
 
 void vm_load_box(const vm_work *j, const vm_box *box, float *inverse, float *x, size_t plane, size_t row) {
@@ -259,12 +298,12 @@ void vm_load_box(const vm_work *j, const vm_box *box, float *inverse, float *x, 
     const bool half = j->cpu->pairs && blocks % 2; /* the last block has no neighbour */
     for (size_t p = 0; p < planes; p++) {
         float *to = x + p * plane;
-        if (half && (p + 1) % set == 0) memset(to, 0, ((box->rows - 1) * row + box->width * VM_BLOCK) * sizeof *to);
+        if (half && (p + 1) % set == 0) memset(to, 0, ((lines_of(box) - 1) * row + box->width * VM_BLOCK) * sizeof *to);
         put_padding(j, box, to, row);
     }
     if (inverse) vm_invert_lengths(j, box, inverse);
-    for (size_t r = 0; r < box->rows; r++)
-        for (size_t b = 0; b < blocks; b++) put_image(j, box, r, inverse, x, b, plane, row);
+    for (size_t i = 0; i < lines_of(box); i++)
+        for (size_t b = 0; b < blocks; b++) put_image(j, box, i, inverse, x, b, plane, row);
 }
 
 /* ---- multiply ---- */
@@ -291,24 +330,27 @@ bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass) {
     return !cpu->pairs && cpu->dtype == VM_F32 && pass->y_format == VM_ROWS;
 }
 
-static void store_pixels(const vm_work *j, const float *from, size_t block, size_t y, size_t x, size_t n) {
+static void store_pixels(const vm_work *j, const float *from, size_t block, size_t f, size_t y, size_t x, size_t n) {
     const vm_shape *s = &j->pass->y;
+    const size_t row = j->pass->turned ? 1 : s->w, pixel = j->pass->turned ? s->h : 1;
+    const size_t first = f * s->h * s->w + y * row + x * pixel;
     const bool bytes = j->pass->y_format == VM_U8_NHWC;
     bool finite = true;
     for (size_t c = block * VM_BLOCK; c < VM_MIN((block + 1) * VM_BLOCK, s->c); c++)
         for (size_t i = 0; i < n; i++) {
             const float v = from[i * VM_BLOCK + c % VM_BLOCK] * j->pass->out_scale + j->pass->out_shift;
             finite = finite && isfinite(v);
-            vm_store_number(bytes, j->at.y_pixels, s, j->pass->clamp, y * s->w + x + i, c, v);
+            vm_store_number(bytes, j->at.y_pixels, s, j->pass->clamp, first + i * pixel, c, v);
         }
     if (bytes && !finite) __atomic_store_n(j->at.overflow, true, __ATOMIC_RELAXED); /* bytes hide it */
 }
 
-void vm_store_row(const vm_work *j, const float *from, size_t block, size_t y, size_t x, size_t n) {
+void vm_store_row(const vm_work *j, const float *from, size_t block, size_t frame, size_t y, size_t x, size_t n) {
     if (j->pass->y_format != VM_ROWS) {
-        store_pixels(j, from, block, y, x, n);
+        store_pixels(j, from, block, frame, y, x, n);
         return;
     }
+    x += frame * j->pass->y.w;
     const void *add = j->pass->add ? vm_pixel(&j->at.add, y, block, x) : NULL;
     const vm_view *v = &j->at.y;
     const bool finite =

@@ -13,12 +13,15 @@
  * even ones become the pixels p a + r c and p c + r e in the way above, with 3 products: p (a - c) + s and s + r (e -
  * c), with s = (p + r) c. The odd ones add q b and q d. The same down the columns. So 25 numbers have 16 filters.
  *
+ * A 3x3x3 convolution over time takes F(2x4, 3x3) across frames and columns, with the three rows that it meets as three
+ * times the channels. So its tiles are one row high, and rings of streamed rows as low as can be.
+ *
  *   prepared: job | scale, shift, sums | x offsets | u [filter][y block][plane][depth][16], if it is kept
  *   scratch:  thread 0 | thread 1 ...
  *   thread:   inverse lengths of pixels | a block of x [row][column][16] | v [number][plane][tile][16]
  *             | m [number][2 y blocks][tile][16]
  *             | u [filter][2 y blocks][planes of a run][depth][16], if each task makes it
- *             | y [2 rows][column][16], if results are not written in place
+ *             | y [2 rows or frames][column][16], if results are not written in place
  *   x, m and y are floats, v and u factors of products. A plane of v is 16 channels, or 32 as pairs.
  *
  * A region of about PIXELS pixels (with stride 2, half as many) is a task. It is finished for two blocks of output
@@ -30,33 +33,43 @@
  * The model keeps one copy of the weights. They are transformed when the pass begins. If that takes too much memory,
  * each task transforms them for two blocks of output channels and a run of input channels at a time, to the same
  * bits. */
+#include <string.h>
+
 #include "cpu.h"
 
 enum {
     PIXELS = 512,       /* in a task: u is read once for each task, v once for two blocks of output channels */
     PIXELS_LEAST = 256, /* if the image is small and all threads need work */
     TASKS_WANTED = 16,
-    ACROSS = 256, /* flat regions keep rings of streamed rows short */
+    ACROSS = 256,       /* flat regions keep rings of streamed rows short */
+    ACROSS_FRAMES = 64, /* and regions across frames need not be flat */
     LINE = VM_ALIGN / sizeof(float),
 };
+
+/* Returns: whether a pass takes its two dimensions from frames and columns, and three rows as channels. */
+static bool over_time(const vm_pass *p) { return p->slices > 1; }
 
 /* A cell of the grid is one of Winograd's tiles, a tile of the grid a region of them. */
 static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
     const vm_transforms *t = vm_transforms_of(cpu, p);
-    vm_grid g = vm_grid_of(p, t->height, t->width);
-    const size_t stride = (size_t)p->stride, across = ACROSS / stride / t->width, tile = stride * t->height * t->width;
+    const bool frames = over_time(p);
+    vm_grid g = vm_grid_of(p, frames ? 1 : t->height, t->width, frames ? t->height : 1);
+    const size_t stride = (size_t)p->stride, tile = stride * t->height * t->width;
+    const size_t across = (frames ? ACROSS_FRAMES : ACROSS) / stride / t->width;
     const size_t columns = (g.width + across - 1) / across, wide = (g.width + columns - 1) / columns;
-    const size_t share = g.height * g.width / TASKS_WANTED;
+    const size_t share = g.height * g.width * g.length / TASKS_WANTED;
     const size_t tiles = VM_MAX(VM_MIN(share, PIXELS / tile), PIXELS_LEAST / tile);
     size_t tall = 1; /* a power of two, so that rings may hold whole regions */
     while (2 * tall * wide <= tiles) tall *= 2;
-    vm_grid_cut(&g, tall, wide);
+    const size_t layers = (g.length + tall - 1) / tall, deep = (g.length + layers - 1) / layers;
+    vm_grid_cut(&g, frames ? 1 : tall, wide, frames ? deep : 1);
     return g;
 }
 
 typedef struct layout {
     size_t numbers, depth;                /* of a tile; input channels of a block of weights */
     size_t planes, blocks;                /* of v, and blocks of input channels in one of them */
+    size_t each;                          /* planes of a row of x */
     size_t work, offsets, kept, prepared; /* bytes into the pass's prepared memory, which begins with the job */
     size_t x, v, m, made, y, scratch;     /* bytes into the thread's scratch, which begins with the inverses */
     size_t x_row;
@@ -76,12 +89,17 @@ typedef struct job {
     ptrdiff_t *offsets;
 } job;
 
+/* Returns: rows of x that are separate planes of v; lines of x that are transformed together. */
+static size_t rows_met(const vm_pass *p) { return over_time(p) ? 3 : 1; }
+static size_t lines_at_once(const vm_pass *p, const vm_grid *g) { return over_time(p) ? g->input_f : g->input_h; }
+
 static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, vm_manner manner) {
     const vm_transforms *t = vm_transforms_of(cpu, p);
     layout l = {.numbers = t->rows * t->columns, .depth = VM_MIN(p->x.c, VM_BLOCK), .blocks = cpu->pairs ? 2 : 1};
-    const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), tiles = g->tile_h * g->tile_w;
+    const size_t yb = VM_BLOCKS(p->y.c), tiles = g->tile_f * g->tile_h * g->tile_w;
     const vm_cpu floats = vm_with_floats(cpu);
-    l.planes = xb / l.blocks;
+    l.each = VM_BLOCKS(p->x.c) / l.blocks;
+    l.planes = rows_met(p) * l.each;
     l.run = VM_MAX(cpu->products->steps / VM_BLOCK, 1);
     l.x_row = g->input_w * VM_BLOCK;
     l.m_block = tiles * VM_BLOCK;
@@ -95,7 +113,7 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.offsets = vm_put_bytes(&l.prepared, l.planes * sizeof(ptrdiff_t), VM_ALIGN);
     l.kept = vm_put_bytes(&l.prepared, manner.tight ? 0 : u, VM_ALIGN);
     vm_put_bytes(&l.scratch, vm_inverse_bytes(p, g), VM_ALIGN);
-    l.x = vm_put_bytes(&l.scratch, VM_PRODUCT(g->input_h, l.x_row, sizeof(float)), VM_ALIGN);
+    l.x = vm_put_bytes(&l.scratch, VM_PRODUCT(lines_at_once(p, g), l.x_row, sizeof(float)), VM_ALIGN);
     l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.v_step, sizeof(float)), VM_ALIGN);
     l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.m_step, sizeof(float)), VM_ALIGN);
     l.made = vm_put_bytes(&l.scratch, manner.tight ? u : 0, VM_ALIGN);
@@ -121,14 +139,34 @@ typedef struct region {
     float *inverses, *x, *v, *m, *u, *y; /* the thread's own */
 } region;
 
+enum { FILTER = 9 * VM_BLOCK * VM_BLOCK, ROOM = FILTER + VM_BLOCK * VM_BLOCK };
+
+/* Returns: 3x3 filters, [tap][input channel][16], of one block of input channels for y_block. Over time they are those
+ * of frames and columns, for row `met`. */
+static const float *filters_of(const job *j, float to[2 * ROOM], size_t y_block, size_t met, size_t x_block) {
+    const vm_pass *p = j->work.pass;
+    const vm_cpu_ops *ops = j->work.cpu->ops;
+    const vm_filter f = vm_filter_of(&j->work);
+    const size_t n = j->l.depth * VM_BLOCK;
+    if (!over_time(p) && !p->turned) return vm_filter_block(to, ops, &f, y_block, p->skipped, x_block);
+    float *const taken = to + ROOM;
+    for (size_t a = 0; a < 3; a++) {
+        const size_t slice = p->skipped + (over_time(p) ? a : 0), row = over_time(p) ? met : a;
+        const float *from = vm_filter_block(to, ops, &f, y_block, slice, x_block);
+        for (size_t b = 0; b < 3; b++)
+            memcpy(taken + (a * 3 + b) * n, from + (p->turned ? b * 3 + row : row * 3 + b) * n, n * sizeof *taken);
+    }
+    return taken;
+}
+
 /* Transforms the weights for one block of output channels and `planes` of input channels. */
 static void transform_weights(const job *j, float *u, size_t y_block, size_t plane, size_t planes) {
-    const vm_filter f = {j->work.at.weight, j->work.cpu->dtype, j->work.pass->x.c, 9};
-    float unpacked[(9 * VM_BLOCK + 1) * VM_BLOCK];
-    const size_t n = j->l.depth * VM_BLOCK, blocks = j->l.blocks;
-    for (size_t b = 0; b < planes * blocks; b++)
-        j->transforms->weights(u + b * n / blocks, j->l.u_step,
-                               vm_filter_block(unpacked, j->work.cpu->ops, &f, y_block, plane * blocks + b), n);
+    float room[2 * ROOM];
+    const size_t n = j->l.depth * VM_BLOCK, blocks = j->l.blocks, each = j->l.each * blocks;
+    for (size_t b = 0; b < planes * blocks; b++) {
+        const size_t at = plane * blocks + b;
+        j->transforms->weights(u + b * n / blocks, j->l.u_step, filters_of(j, room, y_block, at / each, at % each), n);
+    }
 }
 
 static void keep_weights(const void *context, size_t task, unsigned thread) {
@@ -148,7 +186,7 @@ static void multiply(const job *j, const region *r, size_t f, const float *u, si
     const size_t batches = VM_MIN(j->l.run, j->l.planes - first);
     float *y = r->m + f * j->l.m_step;
     vm_multiply(j->products, (vm_gemm){.rows = 1,
-                                       .pixels = r->at.h * r->at.w,
+                                       .pixels = r->at.f * r->at.h * r->at.w,
                                        .blocks = blocks,
                                        .batches = batches,
                                        .depth = j->l.depth,
@@ -184,24 +222,44 @@ static void store(const job *j, const region *r, size_t block, const float *m) {
     const vm_pass *p = j->work.pass;
     const vm_view *y = &j->work.at.y, *a = &j->work.at.add;
     const vm_box box = vm_tile_output(&j->g, &r->at);
-    const size_t left = (size_t)box.left, own = box.width * VM_BLOCK;
-    const bool in_place = vm_in_place(j->work.cpu, p);
-    for (size_t t = 0; t < r->at.h; t++) {
-        const size_t top = (size_t)box.top + t * j->g.cell_h, rows = VM_MIN(j->g.cell_h, p->y.h - top);
-        j->transforms->out(in_place ? vm_pixel(y, top, block, left) : r->y, in_place ? y->row : own,
-                           m + t * r->at.w * VM_BLOCK, j->l.m_step, rows, box.width,
+    const size_t left = (size_t)box.left, own = box.width * VM_BLOCK, frame = p->y.w * VM_BLOCK;
+    const bool in_place = vm_in_place(j->work.cpu, p), frames = over_time(p);
+    for (size_t t = 0; t < (frames ? r->at.f : r->at.h); t++) {
+        const size_t first = (size_t)box.first + (frames ? t * j->g.cell_f : 0), x = first * p->y.w + left;
+        const size_t top = (size_t)box.top + (frames ? 0 : t * j->g.cell_h);
+        const size_t lines = frames ? VM_MIN(j->g.cell_f, p->y.f - first) : VM_MIN(j->g.cell_h, p->y.h - top);
+        j->transforms->out(in_place ? vm_pixel(y, top, block, x) : r->y,
+                           !in_place ? own
+                           : frames  ? frame
+                                     : y->row,
+                           m + t * r->at.w * VM_BLOCK, j->l.m_step, lines, box.width,
                            j->work.at.bias ? j->work.at.bias + block * VM_BLOCK : NULL,
-                           in_place && p->add ? vm_pixel(a, top, block, left) : NULL, a->row);
-        for (size_t i = 0; !in_place && i < rows; i++)
-            vm_store_row(&j->work, r->y + i * own, block, top + i, left, box.width);
+                           in_place && p->add ? vm_pixel(a, top, block, x) : NULL, frames ? frame : a->row);
+        for (size_t i = 0; !in_place && i < lines; i++)
+            vm_store_row(&j->work, r->y + i * own, block, first + (frames ? i : 0), top + (frames ? 0 : i), left,
+                         box.width);
     }
     if (in_place) vm_activate_box(&j->work, &box, block);
+}
+
+/* Makes v's planes of the rows `input`, whose first is `first`. */
+static void transform_input(const job *j, const region *r, const vm_box *input, size_t first) {
+    const bool frames = over_time(j->work.pass);
+    const size_t step = (frames ? j->g.step_f : j->g.step_h) * j->l.x_row;
+    if (r->inverses) vm_invert_lengths(&j->work, input, r->inverses);
+    for (size_t b = 0; b < VM_BLOCKS(j->work.pass->x.c); b++) {
+        vm_load_block(&j->work, input, r->inverses, r->x, b, j->l.x_row);
+        float *v =
+            r->v + (first + b / j->l.blocks) * j->l.m_block + b % j->l.blocks * VM_BLOCK / 2; /* half of a pair's */
+        for (size_t t = 0; t < (frames ? r->at.f : r->at.h); t++)
+            j->transforms->in(v + t * r->at.w * VM_BLOCK, j->l.v_step, r->x + t * step, j->l.x_row, r->at.w);
+    }
 }
 
 static void winograd_region(const void *context, size_t task, unsigned thread) {
     const job *j = context;
     const vm_pass *p = j->work.pass;
-    const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c);
+    const size_t yb = VM_BLOCKS(p->y.c);
     char *own = (char *)j->work.at.scratch + thread * j->work.at.scratch_each;
     const region r = {.at = vm_grid_tile(&j->g, task),
                       .inverses = p->norm == VM_NORM_PIXEL ? (float *)own : NULL,
@@ -211,13 +269,10 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
                       .u = (float *)(own + j->l.made),
                       .y = (float *)(own + j->l.y)};
     const vm_box input = vm_tile_input(&j->g, &r.at), output = vm_tile_output(&j->g, &r.at);
-    if (r.inverses) vm_invert_lengths(&j->work, &input, r.inverses);
-    for (size_t b = 0; b < xb; b++) {
-        vm_load_block(&j->work, &input, r.inverses, r.x, b, j->l.x_row);
-        float *v = r.v + b / j->l.blocks * j->l.m_block + b % j->l.blocks * VM_BLOCK / 2; /* or half of a pair's */
-        for (size_t t = 0; t < r.at.h; t++)
-            j->transforms->in(v + t * r.at.w * VM_BLOCK, j->l.v_step, r.x + t * j->g.step_h * j->l.x_row, j->l.x_row,
-                              r.at.w);
+    for (size_t met = 0; met < rows_met(p); met++) {
+        vm_box box = input;
+        if (over_time(p)) box.rows = 1, box.top += (ptrdiff_t)met;
+        transform_input(j, &r, &box, met * j->l.each);
     }
     for (size_t b = 0; b < yb; b += 2) {
         const size_t blocks = VM_MIN(yb - b, 2);

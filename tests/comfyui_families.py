@@ -63,6 +63,8 @@ FAMILIES = {  # its tensors, and the shape of its latents
     "flux2": (lambda: ours("flux2", "bfl"), (2, 128, 2, 3)),
     "wan": (lambda: wan(comfy.ldm.wan.vae, dim=96, z_dim=16), (1, 16, 1, 4, 6)),
     "wan2.2": (lambda: wan(comfy.ldm.wan.vae2_2, dim=160, z_dim=48), (1, 48, 1, 2, 3)),
+    "wan-videos": (lambda: wan(comfy.ldm.wan.vae, dim=96, z_dim=16), (1, 16, 3, 4, 6)),
+    "wan2.2-videos": (lambda: wan(comfy.ldm.wan.vae2_2, dim=160, z_dim=48), (1, 48, 3, 2, 3)),
     "hunyuanimage": (hunyuan, (2, 64, 1, 2)),
     "taesd": (lambda: TAESD(latent_channels=4).state_dict(), (2, 4, 4, 6)),
     "taef1": (lambda: TAESD(latent_channels=16).state_dict(), (2, 16, 4, 6)),

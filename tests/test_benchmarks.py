@@ -327,13 +327,15 @@ def test_contest(tmp_path):
 
 
 @pytest.mark.thorough
-def test_more_frames_of_a_video(tmp_path):
-    """Two latent frames are five of the video."""
+def test_videos(tmp_path):
     pytest.importorskip("diffusers")
-    said = run("video_frames.py", "--frames 2 --sizes 64x64", tmp_path)
-    figures = dict(part.split() for part in said.split(" ", 1)[1].split(", "))
-    assert float(figures["video_gib"]) * 2**30 == pytest.approx(5 * 3 * 64 * 64 * 4, rel=1e-3)
-    assert figures["convolutions"] == "32" and float(figures["allocated_gib"]) > float(figures["rings_gib"]) > 0
+    run("videos.py", "memory --frames 5 --sizes 64x64 --dtypes float32", tmp_path)
+    (row,) = table(tmp_path / "videos_memory.csv")
+    assert 0 < float(row["vaemem_least"]) <= float(row["vaemem"]) < float(row["diffusers"])
+    assert 0 < float(row["two_frames_kept"]) < float(row["diffusers"])
+    run("videos.py", "time --frames 5 --sizes 32x32 --rounds 1", tmp_path)
+    (row,) = table(tmp_path / "videos_time.csv")
+    assert float(row["ratio"]) > 0 and float(row["difference"]) < 1e-4
 
 
 @pytest.mark.thorough

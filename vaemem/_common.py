@@ -46,7 +46,7 @@ OPS: tuple[Op, ...] = get_args(Op)
 EXTRAS = {  # package: the extra that installs it
     "pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress", "PIL": "image", "torch": "pytorch",
     "diffusers": "diffusers", "accelerate": "diffusers", "transformers": "diffusers", "argcomplete": "completion",
-    "gguf": "gguf", "fsspec": "datasets", "pyarrow": "datasets", "ray": "ray",
+    "gguf": "gguf", "av": "video", "fsspec": "datasets", "pyarrow": "datasets", "ray": "ray",
 }  # fmt: skip
 TILED_OPS: tuple[TiledOp, ...] = get_args(TiledOp)
 
@@ -54,6 +54,15 @@ TILED_OPS: tuple[TiledOp, ...] = get_args(TiledOp)
 def latent_factor(arch: Mapping[str, Any]) -> int:
     """Return a latent pixel's side in image pixels. Levels of blocks but the last halve the side; so do patches."""
     return int(2 ** (len(arch["block_out_channels"]) - 1)) * int(arch.get("image_patch") or 1)
+
+
+def frames_factor(arch: Mapping[str, Any]) -> int:
+    """Return how many frames of a video, after the first, one frame of its latents stands for; 1 if the model is not
+    of videos."""
+    if arch.get("family") != "wan":
+        return 1
+    levels = len(arch["block_out_channels"]) - 1
+    return int(2 ** sum(arch.get("temperal_downsample", [level > 0 for level in range(levels)])))
 
 
 def encoded_channels(arch: Mapping[str, Any]) -> int:

@@ -82,15 +82,15 @@ class Model:
     def plan(
         self, op: str, height: int, width: int, batch: int = 1, pixels: str = "float", threads: int = 1,
         scaled: bool = False, backend: str | None = None, own_output: bool = True, host_arrays: bool = True,
-        latents: str = "float", memory_limit: int = 0,
+        latents: str = "float", memory_limit: int = 0, frames: int = 1,
     ) -> _Plan: ...  # fmt: skip
     def run(  # input, out: addresses; returns the output's, and what owns it
         self, op: str, input: int, out: int, height: int, width: int, batch: int = 1, pixels: str = "float",
         latents: str = "float", threads: int = 1, scaled: bool = False, backend: str | None = None,
         host_arrays: bool = True, stream: int = 0, wait: bool = True, poll: Callable[[int, int], object] | None = None,
         check: bool = False, scale: float = 1.0, replay: bool = False, own_output: bool = False, memory_limit: int = 0,
-        unclamped: bool = False, strides: tuple[int, int, int, int] = (0, 0, 0, 0),
-        numbers: tuple[str, int, bool] = ("f", 4, False),
+        unclamped: bool = False, strides: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
+        numbers: tuple[str, int, bool] = ("f", 4, False), frames: int = 1,
     ) -> tuple[int, object | None, _Plan]: ...  # fmt: skip
     def reserve(self, bytes: int, /) -> tuple[int, object]: ...  # an address on the device, and what owns it
     def blend(self, stream: int | None, op: str, format: str, **fields: int) -> None: ...

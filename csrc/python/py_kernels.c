@@ -253,7 +253,7 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     int up, act, relu, by_task = false;
     double seconds = 0;
     PyObject *arrays, *a[10];
-    vm_pass p = {.x_scale = 1, .y_scale = 1};
+    vm_pass p = {.x.f = 1, .y.f = 1, .slices = 1, .x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
     if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipinfip)O!|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c,
@@ -332,7 +332,7 @@ static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
     int up, by_task = false;
-    vm_pass p = {.x_scale = 1, .y_scale = 1};
+    vm_pass p = {.x.f = 1, .y.f = 1, .slices = 1, .x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
     if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipi)|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c, &p.x.h,

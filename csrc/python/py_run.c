@@ -80,9 +80,9 @@ static int parse_request(Model *self, vm_request *r, const char *op, const char 
 
 /* Checks sizes, which were parsed as signed. */
 static int check_sizes(const vm_request *r) {
-    const size_t value[] = {r->height, r->width, r->batch, r->memory_limit};
-    static const char *const name[] = {"height", "width", "batch", "memory_limit"};
-    for (int i = 0; i < 4; i++)
+    const size_t value[] = {r->height, r->width, r->batch, r->frames, r->memory_limit};
+    static const char *const name[] = {"height", "width", "batch", "frames", "memory_limit"};
+    for (int i = 0; i < 5; i++)
         if (value[i] > PY_SSIZE_T_MAX) {
             vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "a positive number", "%zd"), name[i],
                          (Py_ssize_t)value[i]);
@@ -105,19 +105,19 @@ static PyObject *raise_plan(vm_status s, const vm_plan *plan) {
 
 const char vm_py_plan_doc[] =
     "plan(op, height, width, batch=1, pixels='float', threads=1, scaled=False, backend=None, own_output=True, "
-    "host_arrays=True, latents='float', memory_limit=0)\n--\n\nReturns what a run would take, as a dict. "
+    "host_arrays=True, latents='float', memory_limit=0, frames=1)\n--\n\nReturns what a run would take, as a dict. "
     "host_arrays: the user's arrays are in host memory, not in the device's.";
 
 PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"op",      "height",     "width",       "batch",   "pixels",       "threads", "scaled",
-                            "backend", "own_output", "host_arrays", "latents", "memory_limit", NULL};
+                            "backend", "own_output", "host_arrays", "latents", "memory_limit", "frames",  NULL};
     const char *op, *pixels = "float", *latents = NULL, *backend = NULL;
     unsigned threads = 1;
     int scaled = 0, own_output = 1, host_arrays = 1;
-    vm_request r = {.batch = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsO&pzppzn", names, &op, &r.height, &r.width, &r.batch, &pixels,
-                                     vm_py_to_threads, &threads, &scaled, &backend, &own_output, &host_arrays, &latents,
-                                     &r.memory_limit))
+    vm_request r = {.batch = 1, .frames = 1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "snn|nsO&pzppznn", names, &op, &r.height, &r.width, &r.batch,
+                                     &pixels, vm_py_to_threads, &threads, &scaled, &backend, &own_output, &host_arrays,
+                                     &latents, &r.memory_limit, &r.frames))
         return NULL;
     if (parse_request(self, &r, op, pixels, latents, threads, backend) || check_sizes(&r)) return NULL;
     r.host_arrays = host_arrays;
@@ -254,32 +254,33 @@ static int to_callback(PyObject *object, void *out) {
 const char vm_py_run_doc[] =
     "run(op, input, out, height, width, batch=1, pixels='float', latents='float', threads=1, scaled=False, "
     "backend=None, host_arrays=True, stream=0, wait=True, poll=None, check=False, scale=1.0, replay=False, "
-    "own_output=False, memory_limit=0, unclamped=False, strides=(0, 0, 0, 0), numbers=('f', 4, "
-    "False))\n--\n\nReturns (address of the output, its owner or None, what the run took as a dict). input, out: "
-    "addresses, in host memory or in the device's; out 0: the run allocates it. own_output: out was allocated "
-    "for this run and counts. strides: bytes from item, channel, row and pixel of the input to the next. "
+    "own_output=False, memory_limit=0, unclamped=False, strides=(0, 0, 0, 0, 0), numbers=('f', 4, "
+    "False), frames=1)\n--\n\nReturns (address of the output, its owner or None, what the run took as a dict). "
+    "input, out: addresses, in host memory or in the device's; out 0: the run allocates it. own_output: out was "
+    "allocated "
+    "for this run and counts. strides: bytes from item, channel, frame, row and pixel of the input to the next. "
     "numbers: NumPy's kind (b: bfloat16), bytes, and whether they are swapped. A device reads only its own "
     "formats: packed with host_arrays, otherwise packed or part of an image. poll(rows_done, rows_total) is "
     "called about 20 times a second and once at the end. unclamped: log-variances may leave [-30, 20].";
 
 PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",         "input",        "out",       "height",  "width",   "batch",
-                            "pixels",     "latents",      "threads",   "scaled",  "backend", "host_arrays",
-                            "stream",     "wait",         "poll",      "check",   "scale",   "replay",
-                            "own_output", "memory_limit", "unclamped", "strides", "numbers", NULL};
+    static char *names[] = {"op",      "input",   "out",    "height",  "width",       "batch",        "pixels",
+                            "latents", "threads", "scaled", "backend", "host_arrays", "stream",       "wait",
+                            "poll",    "check",   "scale",  "replay",  "own_output",  "memory_limit", "unclamped",
+                            "strides", "numbers", "frames", NULL};
     const char *op, *pixels = "float", *latents = NULL, *backend = NULL;
     unsigned long long in, out, stream = 0;
     unsigned threads = 1;
     PyObject *callback = NULL;
     int scaled = 0, host_arrays = 1, wait = 1, check = 0, replay = 0, own_output = 0, unclamped = 0;
     int kind = 'f', size = sizeof(float), swapped = 0;
-    Py_ssize_t item = 0, channel = 0, row = 0, pixel = 0;
-    vm_request r = {.batch = 1, .scale = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszO&pzpKpO&pfppnp(nnnn)(Cip)", names, &op, &in, &out,
+    Py_ssize_t item = 0, channel = 0, row = 0, pixel = 0, frame = 0;
+    vm_request r = {.batch = 1, .frames = 1, .scale = 1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszO&pzpKpO&pfppnp(nnnnn)(Cip)n", names, &op, &in, &out,
                                      &r.height, &r.width, &r.batch, &pixels, &latents, vm_py_to_threads, &threads,
                                      &scaled, &backend, &host_arrays, &stream, &wait, to_callback, &callback, &check,
-                                     &r.scale, &replay, &own_output, &r.memory_limit, &unclamped, &item, &channel, &row,
-                                     &pixel, &kind, &size, &swapped))
+                                     &r.scale, &replay, &own_output, &r.memory_limit, &unclamped, &item, &channel,
+                                     &frame, &row, &pixel, &kind, &size, &swapped, &r.frames))
         return NULL;
     if (parse_request(self, &r, op, pixels, latents, threads, backend) || check_sizes(&r) ||
         vm_py_acquire(&self->lock, op))
@@ -294,6 +295,7 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
                             .swapped = swapped,
                             .item = item,
                             .channel = channel,
+                            .frame = frame,
                             .row = row,
                             .pixel = pixel},
                      .out = (void *)(uintptr_t)out,

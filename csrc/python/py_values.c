@@ -105,6 +105,7 @@ PyObject *vm_py_arch_to_dict(const vm_arch *a) {
         "shift_factor", a->shift_factor);
     int failed = !dict || (a->family && put(dict, "family", PyUnicode_FromString(families[a->family])));
     if (!failed && a->family == VM_WAN && !a->slices) failed = put(dict, "slices", Py_NewRef(Py_False));
+    if (!failed && a->videos) failed = put(dict, "videos", Py_NewRef(Py_True));
     if (!failed && a->residual) failed = put(dict, "temperal_downsample", tuple(a->levels - 1, bool_item, a->temporal));
     if (!failed && a->image_patch) failed = put(dict, "image_patch", PyLong_FromSize_t(a->image_patch));
     if (!failed && a->decoder_block_out_channels[0])
@@ -208,16 +209,20 @@ static int get_family(PyObject *dict, vm_family *out) {
     return -1;
 }
 
-/* Optional for VM_WAN: whether it has slices (the default), and the fields of a residual one. */
+/* Optional for VM_WAN: whether it has slices (the default) and keeps all of them, and the fields of a residual one. */
 static int get_frames(PyObject *dict, vm_arch *a) {
     PyObject *slices = PyDict_GetItemString(dict, "slices"), *patch = PyDict_GetItemString(dict, "image_patch");
+    PyObject *videos = PyDict_GetItemString(dict, "videos");
     size_t temporal[VM_MAX_LEVELS] = {0};
     const size_t levels = VM_MIN(a->levels, VM_MAX_LEVELS);
     const int sliced = !slices || slices == Py_None ? 1 : PyObject_IsTrue(slices);
-    if (sliced < 0 || get_list(dict, "temperal_downsample", temporal, NULL, levels ? levels - 1 : 0, &a->residual))
+    const int of_videos = videos ? PyObject_IsTrue(videos) : 0;
+    if (sliced < 0 || of_videos < 0 ||
+        get_list(dict, "temperal_downsample", temporal, NULL, levels ? levels - 1 : 0, &a->residual))
         return -1;
     if (patch && patch != Py_None && to_size(patch, "image_patch", &a->image_patch)) return -1;
     a->slices = a->family == VM_WAN && sliced;
+    a->videos = of_videos;
     for (size_t i = 0; i < VM_MAX_LEVELS; i++) a->temporal[i] = temporal[i] != 0;
     return 0;
 }

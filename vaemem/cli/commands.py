@@ -22,7 +22,7 @@ from vaemem._common import ELEMENT_BYTES, MIB, OPS, need, saved
 from vaemem._errors import ArgumentError, FileError, Named
 from vaemem._render import Bullets, Columns, Facts, Sheet, in_gb, in_mib
 from vaemem._saving import check_writable, write
-from vaemem.cli import folders
+from vaemem.cli import folders, videos
 from vaemem.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -117,12 +117,13 @@ def _written(image: Any) -> dict[str, str]:
     return {suffix: name for suffix, name in known.items() if name in formats}
 
 
-@command("vaemem:VAE.load", f"latents cropped {_WEIGHTS} scaled tiling {_RUN}")
+@command("vaemem:VAE.load", f"latents cropped {_WEIGHTS} scaled tiling fps {_RUN}")
 def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Decode latents, or a folder of them, to pictures.
 
     vaemem decode z.npy --weights ae.safetensors --scaled -o picture.png
     vaemem decode latents/ --weights ae.safetensors -o pictures/
+    vaemem decode video.safetensors --weights wan_2.1_vae.safetensors --scaled -o video.mp4
     """
     if os.path.isdir(args.latents):
         folders.decode_folder(args, asked)
@@ -130,6 +131,9 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     from vaemem.engine.latents import read_latents
 
     z = read_latents(args.latents)
+    if z.ndim == 5:
+        _decode_videos(args, asked, z)
+        return
     stem, suffix = os.path.splitext(args.out)
     known = _written(need("PIL.Image", "decode"))
     if suffix.lower() not in known:
@@ -146,6 +150,18 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         _print_run(args, vae)
 
 
+def _decode_videos(args: argparse.Namespace, asked: dict[str, Any], z: Any) -> None:
+    """Decode latents of videos to video files, or to folders of PNG files."""
+    folders.refuse_flags(args, "tiling", "cannot be used for a video", "give a memory limit: it is exact")
+    videos.check_out(args.out)
+    with _loaded(args, videos.asked_for(asked, z.shape[2]), "decoder") as vae:
+        with _shown_progress(args) as tell:
+            made = vae.decode(z, args.scaled, "uint8", tell, size=args.size, memory_limit=args.memory_limit)
+        for i, frames in enumerate(made):
+            print(videos.write_frames(args, frames, f"-{i}" if len(made) > 1 else ""))
+        _print_run(args, vae)
+
+
 _OF_DATASETS = "buckets step bucket_sides flip trainer shard part ray check"
 
 
@@ -155,6 +171,7 @@ def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> int | None:
 
     vaemem encode photo.jpg --weights ae.safetensors --pad reflect -o z.npy
     vaemem encode photos/ --weights ae.safetensors --buckets 1024 --step 64 -o latents/
+    vaemem encode video.mp4 --weights wan_2.1_vae.safetensors --scaled -o z.npy
     """
     import numpy as np
 
@@ -164,10 +181,16 @@ def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> int | None:
         return folders.encode_folder(args, asked)
     folders.refuse_flags(args, _OF_DATASETS, "is for data sets", ("give a folder instead of a file to ", Named("out")))
     check_writable(args.out)
-    with _loaded(args, asked, "encoder") as vae:
+    pictures, frames = args.images, 1
+    if video := videos.read(args):
+        folders.refuse_flags(args, "tiling", "cannot be used for a video", "give a memory limit: it is exact")
+        pictures, notes = video
+        frames = pictures.shape[1]
+        print(*(f"vaemem encode: {note}" for note in notes), sep="\n", end="\n" if notes else "", file=sys.stderr)
+    with _loaded(args, videos.asked_for(asked, frames), "encoder") as vae:
         how = {"tiling": args.tiling, "memory_limit": args.memory_limit}
         with _shown_progress(args) as tell:
-            encoded = vae.encode(args.images, args.scaled, tell, pad=args.pad, **how)
+            encoded = vae.encode(pictures, args.scaled, tell, pad=args.pad, **how)
         seeded = isinstance(args.sample, int)
         found = (
             encoded.sample(args.sample) if seeded else encoded.moments if args.sample == "moments" else encoded.mode()

@@ -152,8 +152,10 @@ FLAGS: dict[str, FlagSettings] = {
     "progress": _flag("Show a progress bar.", action="store_true"),
     "latents": _flag("Latents as .npy, .safetensors, ComfyUI's .latent, .pt or .pth; or a folder of latents.",
         metavar="LATENTS"),
-    "images": _flag("Files that Pillow reads; for an .npy, all of one size. For a folder also folders, globs, .tar "
-        "files (WebDataset) and .parquet files with a column of images.", nargs="+", metavar="SOURCE"),
+    "fps": _flag("Frames of a video in one second.", type=float, metavar="N", default=16.0),
+    "images": _flag("Files that Pillow reads; for an .npy, all of one size. Or one video, or a folder of "
+        "its frames. For a folder also folders, globs, .tar files (WebDataset) and .parquet files with a column of "
+        "images.", nargs="+", metavar="SOURCE"),
     # of data sets
     "buckets": _flag("Scale images to about this side squared, in buckets of several aspects. By default images keep "
         "their size.", type=positive, metavar="PIXELS"),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import encoded_channels, latent_factor
+from vaemem._common import encoded_channels, frames_factor, latent_factor
 from vaemem._errors import ArgumentError, ArgumentTypeError, Named
 from vaemem._numpy import np
 from vaemem.engine.device import Device, DeviceArray, itemsize
@@ -22,12 +22,15 @@ def _bounds(array: np.ndarray) -> tuple[int, int]:
     return bounds
 
 
-def request_of(op: str, height: int, width: int, batch: int, pixels: str, floats: str | None = None) -> dict[str, Any]:
+def request_of(
+    op: str, height: int, width: int, batch: int, pixels: str, floats: str | None = None, frames: int = 1
+) -> dict[str, Any]:  # fmt: skip
     """Return the arguments of the core's plan, except the threads.
 
-    pixels: "float" or "uint8". floats: dtype of floats in arrays on a GPU; None for arrays in host memory.
+    pixels: "float" or "uint8". floats: dtype of floats in arrays on a GPU; None for arrays in host memory. frames: of a
+    video; 1 for images.
     """
-    request: dict[str, Any] = dict(op=op, height=height, width=width, batch=batch, pixels=pixels)
+    request: dict[str, Any] = dict(op=op, height=height, width=width, batch=batch, frames=frames, pixels=pixels)
     if floats:
         request |= dict(host_arrays=False, latents=floats, pixels=floats if pixels == "float" else pixels)
     return request
@@ -51,7 +54,7 @@ class _Arrays:
     request : dict
         Arguments of the core's plan: one thread and raw latents, unless the caller changes them.
     shape, dtype
-        Of the result: (N, C, h, w), or (N, H, W, C) for uint8 images.
+        Of the result: (N, C, h, w), or (N, H, W, C) for uint8 images; of videos (N, C, F, h, w) and (N, F, H, W, C).
     notes : tuple of str
         What the caller did to the arrays.
     waits : bool
@@ -74,25 +77,36 @@ class _Arrays:
         themselves. floats: as for `request_of`."""
         (scale_in, channels), (scale_out, out_channels) = ends_of(arch, op)
         axis = 1  # of the channels
+        is_video = len(given.shape) == 5 and arch.get("family") == "wan"
+        time = "F, " if is_video else ""
         if op == "decode":
-            wanted = f"(N, {channels}, h, w) for {arch['name']}"
+            wanted = f"(N, {channels}, {time}h, w) for {arch['name']}"
         elif given.dtype == "uint8":
-            axis, pixels, wanted = 3, "uint8", f"(N, H, W, {channels}) for uint8"
+            axis, pixels, wanted = len(given.shape) - 1, "uint8", f"(N, {time}H, W, {channels}) for uint8"
         else:
-            pixels, wanted = "float", f"(N, {channels}, H, W)"
-        if len(given.shape) != 4 or given.shape[axis] != channels:
+            pixels, wanted = "float", f"(N, {channels}, {time}H, W)"
+        if len(given.shape) != 4 + is_video or given.shape[axis] != channels:
             raise ArgumentError(INPUT_NAMES[op], f"shape {wanted}", str(given.shape))
-        n, *sides = given.shape[:axis] + given.shape[axis + 1 :]
+        n, *frames, height, width = given.shape[:axis] + given.shape[axis + 1 :]
+        sides = height, width
+        per_latent = frames_factor(arch)
+        count = frames[0] if frames else 1  # of the given array
+        shown = (count - 1) * per_latent + 1 if op == "decode" else count  # frames of the video
+        if count < 1:
+            raise ArgumentError(INPUT_NAMES[op], "at least one frame", "none")
+        if count > 1 and not arch.get("videos"):
+            raise images_only(INPUT_NAMES[op], f"{count} frames")
         for name, side in zip(("height", "width"), sides, strict=True):
             if floats is None and side % scale_in:
-                advice = (Named("pad", "reflect"), " or ", Named("pad", "edge"), " makes it one")
-                raise ArgumentError(name, f"a positive multiple of {scale_in}", str(side), advice)
+                ways = (Named("pad", "reflect"), " or ", Named("pad", "edge"), " makes it one")
+                raise ArgumentError(name, f"a positive multiple of {scale_in}", str(side), ways)
         height, width = (side * (latent_factor(arch) // scale_in) for side in sides)
-        self.request = request_of(op, height, width, n, pixels, floats)
+        self.request = request_of(op, height, width, n, pixels, floats, shown)
         self.request |= dict(own_output=out is None, threads=1, scaled=False)
         h, w = (side * scale_out // scale_in for side in sides)
         as_bytes = op == "decode" and pixels == "uint8"
-        self.shape = (n, h, w, out_channels) if as_bytes else (n, out_channels, h, w)
+        made = [shown if op == "decode" else (count - 1) // per_latent + 1 for _ in frames]
+        self.shape = (n, *made, h, w, out_channels) if as_bytes else (n, out_channels, *made, h, w)
         self.dtype = "uint8" if as_bytes else floats or "float32"
 
     def close_tiles(self) -> None:
@@ -129,10 +143,13 @@ class HostArrays(_Arrays):
         if self._device or (data.dtype.isbuiltin == 2 and kind != "b"):  # a dtype that the core does not know
             data, kind = np.require(data, np.uint8 if as_bytes else np.float32, ["C", "A"]), "f"
         item, *others = data.strides
-        row, pixel, channel = others if as_bytes else (*others[1:], others[0])
+        *frames, row, pixel, channel = others if as_bytes else (*others[1:], others[0])
+        frame = frames[0] if frames else 0
         how |= dict(input=data.ctypes.data, out=0 if self.out is None else self.out.ctypes.data, wait=True)
         numbers = kind, data.itemsize, not data.dtype.isnative
-        address, owner, record = core.run(strides=(item, channel, row, pixel), numbers=numbers, **self.request, **how)
+        address, owner, record = core.run(
+            strides=(item, channel, frame, row, pixel), numbers=numbers, **self.request, **how
+        )
         result = _wrap_memory(address, owner, self.shape, self.dtype) if self.out is None else self.out
         if self._becomes_bytes and not np.isfinite([result.min(), result.max()]).all():
             record["overflow"] = True
@@ -224,7 +241,7 @@ class DeviceArrays(_Arrays):
             channel, pixel = height * width * size, size
         row = width * pixel
         first = self._given.address + ys.start * row + xs.start * pixel
-        strides = channels * height * width * size, channel, row, pixel
+        strides = channels * height * width * size, channel, 0, row, pixel
         return DeviceTile(request, dict(input=first, out=self._scratch[0], stream=self.stream, strides=strides))
 
     def tiled(self) -> Any:
@@ -249,6 +266,12 @@ class DeviceTile:
 Arrays = HostArrays | DeviceArrays
 
 # ---- checks ----
+
+
+def images_only(argument: str, got: str) -> ArgumentError:
+    """Make the error for a video that is given to a VAE of images."""
+    advice = ("load it with ", Named("videos", True), ", which keeps the filters for all frames")
+    return ArgumentError(argument, "one frame, because the VAE was loaded for images", got, advice)
 
 
 def check_real(array: np.ndarray, name: str, shape: str) -> None:

@@ -201,6 +201,15 @@ def read_contents(config: Config) -> tuple[Arch, Mapping[str, Any]]:
         raise FileError("config", error.wanted, error.got, error.advice, error.place, path=path) from None
 
 
+def is_of_videos(config: Config) -> bool:
+    """Return whether a config is of a class that makes videos, as the engine runs them."""
+    contents = _read_file(config)[0]
+    if contents.get("videos") or _class_of(contents) != "AutoencoderKLWan":
+        return bool(contents.get("videos"))
+    times = contents.get("temperal_downsample")  # without residuals, the architecture has no others than these
+    return bool(contents.get("is_residual")) or times is None or list(times) == [i > 0 for i in range(len(times))]
+
+
 def sample_size_of(config: Config | None, model: str) -> int | None:
     """Return the side in pixels of diffusers' tiles: the config's, otherwise its class's default. Without a config, or
     for an `Arch`, it is the model's. None if it is unknown or no size."""
@@ -227,7 +236,7 @@ def _class_of(config: Mapping[str, Any]) -> Any:
     named = _FAMILIES.get(str(config.get("family")), marked)
     if named == "AutoencoderKLWan" and config.get("slices") is False:
         named = "AutoencoderKLQwenImage21"
-    elif named == "AutoencoderKLWan" and config.get("name") == "qwen-image":
+    elif named == "AutoencoderKLWan" and config.get("name") == "qwen-image" and not config.get("videos"):
         named = "AutoencoderKLQwenImage"
     return config.get("_class_name", named)
 

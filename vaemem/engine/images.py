@@ -95,7 +95,7 @@ def check_range(x: np.ndarray) -> None:
 
 
 def pad(x: Any, how: str | None, factor: int) -> tuple[Any, Notes]:
-    """Pad images (N, C, H, W) or uint8 (N, H, W, C) at the bottom and right to multiples of `factor`.
+    """Pad images, and videos, (N, C, ..., H, W) or uint8 (N, ..., H, W, C), below and right to multiples of `factor`.
 
     how: "reflect", "edge" or None. Images that fit, and anything without an image's shape, are returned unchanged.
     """
@@ -103,22 +103,37 @@ def pad(x: Any, how: str | None, factor: int) -> tuple[Any, Notes]:
         return x, ()
     choose("pad", how, PADS)
     array = np.asarray(x)
-    if array.ndim != 4 or 0 in array.shape:
+    if array.ndim not in (4, 5) or 0 in array.shape:
         return x, ()
     height, width = image_size(array)
     more = -height % factor, -width % factor
     if not any(more):
         return x, ()
     sides = [(0, n) for n in more]
-    widths = [(0, 0), *sides, (0, 0)] if array.dtype == np.uint8 else [(0, 0), (0, 0), *sides]
+    widths = [*sides, (0, 0)] if array.dtype == np.uint8 else sides
+    widths = [(0, 0)] * (array.ndim - len(widths)) + widths
     done = f"padded from {height}x{width} to {height + more[0]}x{width + more[1]} ({how})"
     return np.pad(array, widths, mode=how), (done,)  # type: ignore[call-overload]
+
+
+def whole_frames(x: Any, each: int) -> tuple[Any, Notes]:
+    """Return a video (N, C, F, H, W) or uint8 (N, F, H, W, C) without the last frames that fill no latent frame: F
+    becomes 1 more than a multiple of `each`. diffusers drops them too. Anything else is returned unchanged."""
+    shape = np.shape(x)
+    if len(shape) != 5 or shape[1 if getattr(x, "dtype", None) == np.uint8 else 2] < 1:
+        return x, ()
+    axis = 1 if x.dtype == np.uint8 else 2
+    if not (dropped := (shape[axis] - 1) % each):
+        return x, ()
+    kept = shape[axis] - dropped
+    index = (slice(None),) * axis + (slice(kept),)
+    return x[index], (f"used the first {kept} of {shape[axis]} frames: the others fill no latent frame",)
 
 
 def image_size(array: Any) -> tuple[int, int]:
     """Return (height, width) of images in an array, or in anything that NumPy makes an array of."""
     array = np.asarray(array)
-    return tuple(array.shape[1:3] if array.dtype == np.uint8 else array.shape[2:])
+    return tuple(array.shape[-3:-1] if array.dtype == np.uint8 else array.shape[-2:])
 
 
 def crop(size: Any, request: Mapping[str, Any]) -> tuple[tuple[Any, ...], Notes]:
@@ -134,12 +149,13 @@ def crop(size: Any, request: Mapping[str, Any]) -> tuple[tuple[Any, ...], Notes]
         raise ArgumentError("size", f"1x1 to {whole[0]}x{whole[1]}, what these latents give", f"{height}x{width}")
     if (height, width) == whole:
         return (), ()
-    index = (slice(height), slice(width))
-    first = (slice(None),) if request["pixels"] == "uint8" else (slice(None), slice(None))
-    return (*first, *index), (f"cropped from {whole[0]}x{whole[1]} to {height}x{width}",)
+    last = (slice(None),) if request["pixels"] == "uint8" else ()
+    return (..., slice(height), slice(width), *last), (f"cropped from {whole[0]}x{whole[1]} to {height}x{width}",)
 
 
 def to_pillow(pictures: np.ndarray) -> list[Any]:
-    """Return a Pillow image for each picture of uint8 (N, H, W, 3)."""
+    """Return Pillow images of uint8 (N, H, W, 3), or a list of images for each video (N, F, H, W, 3)."""
     pillow = need("PIL.Image", "output_type='pil'")
+    if pictures.ndim == 5:
+        return [to_pillow(video) for video in pictures]
     return [pillow.fromarray(np.ascontiguousarray(picture)) for picture in pictures]

@@ -20,7 +20,7 @@ from vaemem.engine.weights import read_tensors
 
 
 def read_latents(path: str | os.PathLike[str]) -> np.ndarray:
-    """Read one array of latents (N, C, h, w) from a file; (C, h, w) becomes N = 1.
+    """Read one array of latents (N, C, h, w), or of a video's (N, C, F, h, w), from a file; (C, h, w) becomes N = 1.
 
     The file comes from NumPy, safetensors (also ComfyUI's ``.latent``) or ``torch.save``, which
     ``torch.load(weights_only=True)`` reads. ValueError unless it holds exactly one such array.
@@ -39,13 +39,13 @@ def read_latents(path: str | os.PathLike[str]) -> np.ndarray:
         held = read_tensors(file)
     else:
         raise FileError("latents", "a .npy, .safetensors, .latent, .pt or .pth file", "another", path=path)
-    found = {name: array for name, array in held.items() if array.ndim in (3, 4) and array.dtype.kind in "fiu"}
+    found = {name: array for name, array in held.items() if array.ndim in (3, 4, 5) and array.dtype.kind in "fiu"}
     if len(found) != 1:
         names = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in list(held.items())[:5])
         wanted = "one array of real numbers (N, C, h, w)"
         raise FileError("latents", wanted, f"{len(found)} of {names or 'nothing'}", path=path)
     (array,) = found.values()
-    return array if array.ndim == 4 else array[None]
+    return array if array.ndim > 3 else array[None]
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ class Normalised:
 
     def held(self, latents: Any) -> np.ndarray:
         """Return latents as pipelines hold them: packed and normalised."""
+        if latents.ndim == 5:
+            n, c, frames, h, w = latents.shape
+            return self.held(latents.reshape(n, c, frames * h, w)).reshape(latents.shape)
         n, c, h, w = latents.shape
         (a, b) = self.patch
         if h % a or w % b:
@@ -86,6 +89,9 @@ class Normalised:
         (a, b), channels = self.patch, len(self.mean)
         shape = f"(N, {channels}, h, w)"
         z = as_float(z, "z", f"{shape} with scaled=True for {self.model}")
+        if z.ndim == 5 and self.patch == (1, 1):
+            n, c, frames, h, w = z.shape
+            return self.raw(z.reshape(n, c, frames * h, w)).reshape(z.shape)
         if z.ndim != 4 or z.shape[1] != channels:
             scaled = Named("scaled", True)
             raise ArgumentError("z", (f"shape {shape} with ", scaled, f" for {self.model}"), str(z.shape))

@@ -209,6 +209,14 @@ class Plans:
         """Return the largest number of images that fits, or 0."""
         return find_largest(lambda n: self.find(limit, batch=n)[0] is not None, LARGEST_SEARCHED)
 
+    def longest(self, limit: int, each: int) -> int:
+        """Return the largest number of frames that fits, 1 more than a multiple of `each`, or 0."""
+        found = find_largest(
+            lambda n: self.find(limit, frames=(n - 1) * each + 1)[0] is not None, LARGEST_SEARCHED // each,
+            around=lambda n: range(n, n + 5),
+        )  # fmt: skip
+        return (found - 1) * each + 1 if found else 0
+
     def largest_square(self, limit: int) -> str:
         """Return the largest square that fits, for a message."""
         size = self.largest(limit)
@@ -218,7 +226,8 @@ class Plans:
         """Make the error for a limit below the smallest plan: what would do, its cost, and what would fit."""
         (least, smallest), request = self.smallest(), self.request
         op = f"{'an' if request['op'] == 'encode' else 'a'} {request['op']} of {request['height']}x{request['width']}"
-        batch = f" in a batch of {request['batch']}" if request.get("batch", 1) > 1 else ""
+        batch = f" with {request['frames']} frames" if request.get("frames", 1) > 1 else ""
+        batch += f" in a batch of {request['batch']}" if request.get("batch", 1) > 1 else ""
         work = f" ({smallest['work']:.1f} times the work of an unlimited run)" if smallest["work"] > 1 else ""
         weights = smallest["peak"]["weights"]
         if limit > weights:

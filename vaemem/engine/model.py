@@ -141,6 +141,7 @@ class Model:
         precision: Precision = "highest",
         autotune: bool = False,
         convolution: str = "auto",
+        videos: bool | None = None,
     ) -> Self:
         """Load a safetensors, GGUF or PyTorch file, a diffusers directory, or tensors in memory.
 
@@ -186,6 +187,10 @@ class Model:
             stripes and with less memory; cuDNN still computes passes that fit none of our tiles. "auto" means our own
             on GPUs of compute capability 9.0 (H100, H200), because it measured faster there. It means cuDNN on others,
             in float32 and with autotune.
+        videos : bool, optional
+            Run videos too, on a CPU: keep the filters of all frames (three times the weights of images alone), for Wan
+            2.1's VAE. None: for a config of the class AutoencoderKLWan, which is Wan 2.1's. Tensors alone do not tell
+            it from Qwen-Image's: pass True.
 
         Raises
         ------
@@ -217,7 +222,7 @@ class Model:
         'high'
         """
         gpu, where = open_device(device, dtype, precision, autotune, convolution)
-        core, config = weights.read(path, model, config, parts, **where)
+        core, config = weights.read(path, model, config, parts, videos, **where)
         return cls(core, gpu, config)
 
     @classmethod
@@ -232,6 +237,7 @@ class Model:
         precision: Precision = "highest",
         autotune: bool = False,
         convolution: str = "auto",
+        videos: bool | None = None,
     ) -> Self:
         """Make a VAE with random weights of the real shapes: PyTorch's default initialisation, random norm affines.
 
@@ -245,7 +251,7 @@ class Model:
         """
         gpu, where = open_device(device, dtype, precision, autotune, convolution)
         arch = known_arch(model) if config is None else read_config(config)
-        core = _core.Model(arch, parts, **where)
+        core = _core.Model(weights.with_videos(arch, videos, config, where), parts, **where)
         weights.random_tensors(core, seed)
         return cls(core, gpu, config)
 
@@ -282,7 +288,8 @@ class Model:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copy the weights of a VAE on the CPU as float32 arrays, by diffusers' names.
 
-        A video VAE, which runs one frame, keeps only the slices of its filters that one frame uses; others are zero.
+        A video VAE that was loaded for images keeps only the slices of its filters that one frame uses; others are
+        zero.
 
         >>> VAE.load(vae.state_dict()).parameters == vae.parameters
         True

@@ -24,6 +24,8 @@ class Run:
         ``"encode"`` or ``"decode"``.
     height, width, batch : int
         Size of the images in pixels, and their number.
+    frames : int
+        Of each video; 1 for images.
     weights_bytes, activations_bytes, scratch_bytes, workspace_bytes, output_bytes : int
         In use at the peak. Scratch is temporary memory of a pass, GroupNorm's sums and the plan. Workspace is cuDNN's.
         Output is 0 if the caller gave ``out=``; on a GPU, NumPy's output needs memory there all the same.
@@ -87,6 +89,7 @@ class Run:
     work: float = 1.0
     values: tuple[tuple[str, str], ...] = ()
     finite: bool = True
+    frames: int = 1
 
     @property
     def peak_bytes(self) -> int:
@@ -94,7 +97,8 @@ class Run:
         return sum(getattr(self, f"{name}_bytes") for name in CATEGORIES)
 
     def __repr__(self) -> str:
-        size = f"{self.op} {self.height}x{self.width}" + (f" batch {self.batch}" if self.batch > 1 else "")
+        size = f"{self.op} {self.height}x{self.width}" + (f" of {self.frames} frames" if self.frames > 1 else "")
+        size += f" batch {self.batch}" if self.batch > 1 else ""
         sizes = {name: getattr(self, f"{name}_bytes") / 2**20 for name in CATEGORIES}
         parts = ", ".join(f"{name} {mib:.1f}" for name, mib in sizes.items() if mib or name != "workspace")
         seconds = "" if self.seconds is None else f", {self.seconds:.2f} s"
@@ -123,6 +127,7 @@ def make_run(
         notes=notes,
         values=tuple((step["name"], "streamed" if step["streamed"] else "stored") for step in steps),
         finite=not record["overflow"],
+        frames=request.get("frames", 1),
     )
 
 

@@ -8,12 +8,12 @@ from threading import Event
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import choose, flag, need
+from vaemem._common import choose, flag, frames_factor, need
 from vaemem._errors import ArgumentError, Named
 from vaemem._types import Op
 from vaemem.engine import images
 from vaemem.engine.arguments import OutputType, Progress, as_int, check_mask, default_threads, pixels_of, polling
-from vaemem.engine.arrays import Arrays, DeviceArrays, HostArrays, request_of
+from vaemem.engine.arrays import Arrays, DeviceArrays, HostArrays, images_only, request_of
 from vaemem.engine.device import Device
 from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
@@ -113,8 +113,9 @@ class VAE(Model):
 
         Parameters
         ----------
-        z : array of real numbers, shape (N, C, h, w)
-            C latent channels; the image is 8h by 8w. In host memory, any type and strides. In a GPU's memory (any
+        z : array of real numbers, shape (N, C, h, w), or (N, C, F, h, w) for videos
+            C latent channels; the image is 8h by 8w. F latent frames become 4 (F - 1) + 1 frames (`load` with
+            ``videos``). In host memory, any type and strides. In a GPU's memory (any
             library with DLPack), contiguous float32, float16 or bfloat16. Only host memory for a GPU is copied.
         scaled : bool
             z is scaled as in a pipeline: decode z / scaling + shift. With latents_mean and latents_std in the config
@@ -147,7 +148,8 @@ class VAE(Model):
         -------
         ndarray or list
             "float": float32 (N, 3, H, W), nominally in [-1, 1], never clamped. "uint8": (N, H, W, 3), clamped and
-            rounded. "pil": N Pillow images made from "uint8"; for z in host memory. The caller owns the memory. For z
+            rounded. "pil": N Pillow images made from "uint8"; for z in host memory. Of videos (N, 3, F, H, W) and
+            (N, F, H, W, 3), and "pil" N lists of images. The caller owns the memory. For z
             in a GPU's memory: an array of z's library (a `DeviceArray` if we do not know it), for "float" with z's
             dtype. The work runs on the current stream of torch or CuPy and may still be under way.
 
@@ -210,7 +212,7 @@ class VAE(Model):
 
         Parameters
         ----------
-        x : array, shape (N, 3, H, W) or, if uint8, (N, H, W, 3)
+        x : array, shape (N, 3, H, W) or, if uint8, (N, H, W, 3); of videos (N, 3, F, H, W) or (N, F, H, W, 3)
             Real numbers nominally in [-1, 1], or bytes v, which become v / 127.5 - 1. H and W are multiples of 8. Or a
             Pillow image, an image file (its path or its bytes), or a list of N of them in one size: they become RGB
             bytes, without alpha, rotated as EXIF says. Only one of several frames is used, and 16 bits a channel become
@@ -241,9 +243,10 @@ class VAE(Model):
         if pad is not None and self._device and Device.holds(x):
             raise ArgumentError("pad", "an array in host memory", "one in a GPU's", "pad it there, or copy it")
         latents = self._latents(x) if flag("scaled", scaled) else None
+        x, dropped = images.whole_frames(x, frames_factor(self.arch))
         padded, done = images.pad(x, pad, self._runner.factor)
         arrays = self._arrays("encode", padded, "", None, latents)
-        arrays.notes = (*notes, *done)
+        arrays.notes = (*notes, *dropped, *done)
         if isinstance(arrays, HostArrays):
             images.check_range(arrays.data)
         moments = self._run(arrays, progress, tiling, memory_limit, cancel)
@@ -260,6 +263,7 @@ class VAE(Model):
         staged: bool = True,
         tiling: Tiling | None = None,
         memory_limit: Limit = None,
+        frames: int = 1,
     ) -> Run:
         """Estimate a run before it, to the byte.
 
@@ -279,6 +283,8 @@ class VAE(Model):
             As for `decode`. Counts one tile's run, the result, and as scratch the tile and the borders to blend with.
         memory_limit : int or str, optional
             As for `decode`.
+        frames : int
+            Of each video, 1 more than a multiple of 4; 1 for images.
 
         Returns
         -------
@@ -286,7 +292,7 @@ class VAE(Model):
             Equal to the later `last_run`, except for seconds and notes of padding and cropping.
         """
         limit = self._limit(memory_limit)
-        request = self._request(op, height, width, batch, output_type, staged)
+        request = self._request(op, height, width, batch, output_type, staged, frames)
         tiles = cut(self._runner, tiling, self.sample_size, request, limit)
         if tiles:
             return tiles.estimate()
@@ -294,18 +300,20 @@ class VAE(Model):
             return make_run(request, Plans(self._core, request).within(limit))
 
     def tradeoff(
-        self, op: Op, height: int, width: int, batch: int = 1, output_type: OutputType = "float", staged: bool = True
-    ) -> tuple[Run, ...]:
+        self, op: Op, height: int, width: int, batch: int = 1, output_type: OutputType = "float", staged: bool = True,
+        frames: int = 1,
+    ) -> tuple[Run, ...]:  # fmt: skip
         """Estimate every plan worth choosing, from the fastest to the smallest. Each needs less memory and more work
         than the one before. Arguments are `estimate`'s. `vaemem.tradeoff` returns them as a table."""
-        request = self._request(op, height, width, batch, output_type, staged)
+        request = self._request(op, height, width, batch, output_type, staged, frames)
         return tuple(make_run(request, record) for record in Plans(self._core, request).curve())
 
     def smallest(
-        self, op: Op, height: int, width: int, batch: int = 1, output_type: OutputType = "float", staged: bool = True
-    ) -> int:
+        self, op: Op, height: int, width: int, batch: int = 1, output_type: OutputType = "float", staged: bool = True,
+        frames: int = 1,
+    ) -> int:  # fmt: skip
         """Return the smallest `memory_limit`, in bytes, that will do. Arguments are `estimate`'s."""
-        return Plans(self._core, self._request(op, height, width, batch, output_type, staged)).smallest()[0]
+        return Plans(self._core, self._request(op, height, width, batch, output_type, staged, frames)).smallest()[0]
 
     def largest(
         self,
@@ -315,6 +323,7 @@ class VAE(Model):
         batch: int = 1,
         output_type: OutputType = "float",
         staged: bool = True,
+        frames: int = 1,
     ) -> tuple[int, int]:
         """Return (height, width) of the largest image within a limit, by bisection, and by trying larger images until
         none of the next 4, in steps of one latent pixel, fits.
@@ -329,7 +338,7 @@ class VAE(Model):
             As for `decode`.
         aspect : float
             Width over height, as close as whole latent pixels allow.
-        batch, output_type, staged
+        batch, output_type, staged, frames
             As for `estimate`.
 
         Raises
@@ -338,7 +347,7 @@ class VAE(Model):
             No size fits, or there is no limit.
         """
         limit, side = self._required_limit(memory_limit), self._runner.factor
-        plans = Plans(self._core, self._request(op, side, side, batch, output_type, staged))
+        plans = Plans(self._core, self._request(op, side, side, batch, output_type, staged, frames))
         found = plans.largest(limit, check_aspect(aspect), further=4)
         if found is None:
             raise plans.refusal(limit)
@@ -352,6 +361,7 @@ class VAE(Model):
         memory_limit: Limit = None,
         output_type: OutputType = "float",
         staged: bool = True,
+        frames: int = 1,
     ) -> int:
         """Return the largest batch within a limit, at most 65,536 images, by bisection. Arguments are `estimate`'s.
 
@@ -371,8 +381,40 @@ class VAE(Model):
         True
         """
         limit = self._required_limit(memory_limit)
-        plans = Plans(self._core, self._request(op, height, width, 1, output_type, staged))
+        plans = Plans(self._core, self._request(op, height, width, 1, output_type, staged, frames))
         if not (found := plans.largest_batch(limit)):
+            raise plans.refusal(limit)
+        return found
+
+    def largest_frames(
+        self,
+        op: Op,
+        height: int,
+        width: int,
+        memory_limit: Limit = None,
+        batch: int = 1,
+        output_type: OutputType = "float",
+    ) -> int:
+        """Return the largest number of frames within a limit, 1 more than a multiple of 4, by bisection. Arguments are
+        `estimate`'s.
+
+        Raises
+        ------
+        ValueError
+            Not even one frame fits, there is no limit, or the VAE was loaded for images.
+
+        Examples
+        --------
+        >>> wan = VAE.random("qwen-image", parts="decoder", dtype="bfloat16", videos=True)
+        >>> frames = wan.largest_frames("decode", 480, 832, "1.3 GB")
+        >>> frames, wan.smallest("decode", 480, 832, frames=frames) <= 1.3e9
+        (..., True)
+        """
+        if not self.arch.get("videos"):
+            raise images_only("frames", "a search for more")
+        limit = self._required_limit(memory_limit)
+        plans = Plans(self._core, self._request(op, height, width, batch, output_type, True))
+        if not (found := plans.longest(limit, frames_factor(self.arch))):
             raise plans.refusal(limit)
         return found
 
@@ -408,11 +450,16 @@ class VAE(Model):
         return {"threads": 1 if self._device else as_int("threads", self.threads)}
 
     def _request(
-        self, op: Op, height: int, width: int, batch: int, output_type: OutputType, staged: bool
+        self, op: Op, height: int, width: int, batch: int, output_type: OutputType, staged: bool, frames: int = 1
     ) -> dict[str, Any]:
-        height, width, batch = (as_int(n, v) for n, v in (("height", height), ("width", width), ("batch", batch)))
+        given = {"height": height, "width": width, "batch": batch, "frames": frames}
+        height, width, batch, frames = (as_int(name, value) for name, value in given.items())
+        if frames < 1:
+            raise ArgumentError("frames", "a positive number", str(frames))
+        if frames > 1 and not self.arch.get("videos"):
+            raise images_only("frames", str(frames))
         floats = self.dtype if self._device and not staged else None
-        return request_of(op, height, width, batch, pixels_of(output_type), floats) | self._threads()
+        return request_of(op, height, width, batch, pixels_of(output_type), floats, frames) | self._threads()
 
     def _arrays(self, op: str, array: Any, pixels: str, out: Any, latents: Scaling | Normalised | None) -> Arrays:
         if self._device and Device.holds(array):
@@ -426,6 +473,10 @@ class VAE(Model):
         self, arrays: Arrays, progress: Progress, tiling: Tiling | None, memory_limit: Limit, cancel: Event | None
     ) -> Any:
         limit, runner, op = self._limit(memory_limit), self._runner, arrays.request["op"]
+        if tiling is not None and len(arrays.shape) == 5:
+            raise ArgumentError(
+                "tiling", "None for videos", repr(tiling), ("use ", Named("memory_limit"), ": it is exact")
+            )
         choose("on_out_of_memory", self.on_out_of_memory, ("retry", "raise"))
         cache = None if self.cache_limit is None else parse_size("cache_limit", self.cache_limit, least=0)
         tiles = cut(runner, tiling, self.sample_size, arrays.request, limit)

@@ -92,12 +92,18 @@ def load(path: Any, *args: Any, **where: Any) -> _core.Model:
 
 
 def read(
-    path: Any, model: str | None = None, config: Config | None = None, parts: str = "all", **where: Any
+    path: Any,
+    model: str | None = None,
+    config: Config | None = None,
+    parts: str = "all",
+    videos: bool | None = False,
+    **where: Any,
 ) -> tuple[_core.Model, Config | None]:
     """Read weights into a new core model with all tensors set, as in `vaemem.VAE.load`. Return it and its config; the
     config is None if only the tensors' names and shapes describe the model.
 
-    where: the core's arguments for the device and the numbers. Tensors are copied there one by one: the peak is the
+    videos: None: those of the class AutoencoderKLWan, on a CPU. where: the core's arguments for the device and the
+    numbers. Tensors are copied there one by one: the peak is the
     packed copy plus one tensor as it lies in the file.
     """
     choose("parts", parts, PARTS)
@@ -116,18 +122,33 @@ def read(
             arch, config = _find_config(source, path)
         try:
             with inside("path", "" if file else name, file or "", (ValueError,)):
-                return _load_from(source, arch, parts, where), config
+                return _load_from(source, arch, parts, videos, config, where), config
         except OSError as error:
             raise OSError(error.errno, f"cannot read: {error.strerror}", name) from None
 
 
-def _load_from(source: _Source, arch: Arch | None, parts: str, where: Mapping[str, Any]) -> _core.Model:
+def with_videos(arch: Arch, videos: bool | None, config: Config | None, where: Mapping[str, Any]) -> Arch:
+    """Return the architecture of a model that runs videos too, if it is asked for (ValueError if it cannot) or, for
+    None, if the config is of such a class and the model is on a CPU."""
+    runs = arch.get("family") == "wan" and arch.get("slices", True)
+    if videos and not runs:
+        raise ArgumentError(
+            "videos", "False: of videos, the VAEs of Wan 2.1 and 2.2 run here", f"True for {arch['name']}"
+        )
+    if videos is None:
+        videos = runs and where.get("backend") is None and config is not None and configs.is_of_videos(config)
+    return {key: value for key, value in arch.items() if key != "videos"} | ({"videos": True} if videos else {})
+
+
+def _load_from(
+    source: _Source, arch: Arch | None, parts: str, videos: bool | None, config: Config | None, where: Mapping[str, Any]
+) -> _core.Model:  # fmt: skip
     shapes = source.shapes
     layout, prefix = layouts.find_layout(shapes)
     is_guessed = arch is None
     if parts == "all" and (half := tiny.HALVES.get(layout)):
         raise ArgumentError("", ("both halves, or ", Named("parts", half)), f"a file of the {half} alone")
-    arch = arch or layouts.detect(shapes, parts)[2]
+    arch = with_videos(arch or layouts.detect(shapes, parts)[2], videos, config, where)
     spelt = _match_names(source, arch, parts, layout, prefix, is_guessed)
     result = _core.Model(arch, parts, **where)
     for tensor, shape in result.tensors:
@@ -372,7 +393,10 @@ def make(arch: Arch, parts: str, tensors: Iterable[tuple[str, np.ndarray]], **wh
 
 def copy(model: _core.Model, **where: Any) -> _core.Model:
     """Copy a model. where: as in `read`."""
-    return make(model.arch, model.parts, kept(model), **where)
+    is_on_cpu = where.get("backend") is None
+    arch = with_videos(model.arch, is_on_cpu and model.arch.get("videos", False), None, where)
+    tensors = (one for one in kept(model) if arch.get("videos") or ".time_conv." not in one[0])
+    return make(arch, model.parts, tensors, **where)
 
 
 # ---- writing ----
@@ -410,11 +434,13 @@ def save(
     set. sample_size: for ``config.json``; None: the model's own, if it is a known one."""
     choose("layout", layout, SAVED_LAYOUTS)
     arch = model.arch
-    if arch.get("family") == "wan":
+    if arch.get("family") == "wan" and not arch.get("videos"):
         kept = "one with the filters of a single frame"
-        raise ArgumentError(arch["name"], "a model that is kept whole", kept, "copy the file that was loaded")
-    if arch.get("family") == "tiny" and layout != "diffusers":
-        raise ArgumentError("layout", "diffusers for an AutoencoderTiny", layout)
+        advice = ("copy the file that was loaded, or load it with ", Named("videos", True))
+        raise ArgumentError(arch["name"], "a model that is kept whole", kept, advice)
+    if arch.get("family") in ("tiny", "wan") and layout != "diffusers":
+        name = "an AutoencoderTiny" if arch["family"] == "tiny" else arch["name"]
+        raise ArgumentError("layout", f"diffusers for {name}", layout)
     quant, flux2 = arch["use_quant_conv"] + arch["use_post_quant_conv"], "patch_size" in arch
     holds = {"diffusers": True, "ldm": quant == 2 and not flux2, "bfl": quant == (2 if flux2 else 0)}
     if not holds[layout]:

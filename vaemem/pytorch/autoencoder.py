@@ -151,7 +151,8 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         dtype = dtype or torch_dtype or torch.float32
         path = os.path.join(pretrained_model_name_or_path, subfolder or "")
         if os.path.isdir(path) and not any(value is not None for value in kwargs.values()):
-            core, config = weights.read(path, **open_device("cpu", "float32", precision, False, "auto")[1])
+            where = open_device("cpu", "float32", precision, False, "auto")[1]
+            core, config = weights.read(path, videos=None, **where)
             return cls(VAE(core, None, config), config, dtype, memory_limit)
         if subfolder is not None:
             kwargs["subfolder"] = subfolder
@@ -265,7 +266,7 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
             advice = f"vaemem computes none; {op} under torch.no_grad() or give {name}.detach()"
             raise ArgumentError(name, wanted, came, advice)
         factor = latent_factor(self.vae.arch)
-        if op == "encode" and any(side % factor for side in x.shape[2:]):
+        if op == "encode" and any(side % factor for side in x.shape[-2:]):
             wanted = f"a height and a width that are multiples of {factor}"
             advice = "pad the image first, as torch.nn.functional.pad does"
             raise ArgumentError("x", wanted, str(tuple(x.shape)), advice)
@@ -440,23 +441,30 @@ class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
         return None
 
 
-class _OneFrame(_DropIn):
-    """Base of the drop-ins for video VAEs, which run one frame: (N, C, 1, h, w)."""
+class _Frames(_DropIn):
+    """Base of the drop-ins for video VAEs: (N, C, F, h, w). On a GPU, and for Qwen-Image's classes, F is 1."""
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        return super()._encode(self._frame("x", x))[:, :, None]
+        frames, one = self._frames("x", x)
+        moments = super()._encode(frames)
+        return moments[:, :, None] if one else moments
 
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        (image,) = super()._decode(self._frame("z", z), return_dict=False)
-        return DecoderOutput(sample=image[:, :, None]) if return_dict else (image[:, :, None],)
+        frames, one = self._frames("z", z)
+        (video,) = super()._decode(frames, return_dict=False)
+        video = video[:, :, None] if one else video
+        return DecoderOutput(sample=video) if return_dict else (video,)
 
-    @staticmethod
-    def _frame(name: str, x: torch.Tensor) -> torch.Tensor:
+    def _frames(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Return what the engine runs, and whether it is one frame, as an image."""
         if not isinstance(x, torch.Tensor):
-            return x  # `_run` refuses it
+            return x, False  # `_run` refuses it
         if x.ndim == 5 and x.shape[2] == 1:
-            return x[:, :, 0]
-        advice = "vaemem runs this VAE only for images; diffusers' own class runs it for videos"
+            return x[:, :, 0], True
+        if x.ndim == 5 and self.vae.arch.get("videos") and self.device.type == "cpu":
+            return x, False
+        where = " on a GPU" if self.vae.arch.get("videos") else ""
+        advice = f"vaemem runs this VAE only for images{where}; diffusers' own class runs it for videos"
         raise ArgumentError(name, "one frame, (N, C, 1, h, w)", str(tuple(x.shape)), advice)
 
     def _tiling(self, op: str) -> Tiling | None:
@@ -469,19 +477,22 @@ class _OneFrame(_DropIn):
         return Tiling(height, 1 - step / height)
 
     def state_dict(self, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Refuse: only the slices of filters that one frame uses are kept."""
+        """Copy the weights, as `AutoencoderKL` does. Refuse if only the slices that one frame uses are kept."""
+        if self.vae.arch.get("videos"):
+            return super().state_dict(**kwargs)
         raise RuntimeError(
             f"state_dict: expected the weights of a module of diffusers', got {type(self).__name__} of vaemem, which "
             "keeps only the parts of filters that one frame uses"
         )
 
 
-class AutoencoderKLWan(_OneFrame, diffusers.AutoencoderKLWan):  # type: ignore[misc]
-    """Drop-in for diffusers' AutoencoderKLWan (Wan 2.1 and 2.2), for images.
+class AutoencoderKLWan(_Frames, diffusers.AutoencoderKLWan):  # type: ignore[misc]
+    """Drop-in for diffusers' AutoencoderKLWan (Wan 2.1 and 2.2): ``pipe.vae = AutoencoderKLWan.from_module(pipe.vae)``.
 
-    Tensors have one frame, (N, C, 1, h, w), so the VAE is computed as a 2D autoencoder. More frames are a ValueError,
-    and `state_dict` is refused. The rest is as in `AutoencoderKL`. `AutoencoderKLQwenImage` and
-    `AutoencoderKLQwenImage21` are the same for diffusers' classes of these names, if diffusers has them.
+    On the CPU it decodes and encodes videos (N, C, F, h, w), within a `memory_limit` too. On a GPU, and with a config
+    whose ``temperal_downsample`` is not Wan's, it runs images, F = 1; more frames are a ValueError then. Tiles are for
+    images. The rest is as in `AutoencoderKL`. `AutoencoderKLQwenImage` and `AutoencoderKLQwenImage21` are drop-ins for
+    diffusers' classes of these names, if diffusers has them: for images, without a `state_dict`.
 
     Examples
     --------
@@ -490,17 +501,14 @@ class AutoencoderKLWan(_OneFrame, diffusers.AutoencoderKLWan):  # type: ignore[m
     >>> small = diffusers.AutoencoderKLWan(base_dim=16, num_res_blocks=1)  # such as a pipeline's
     >>> vae = AutoencoderKLWan.from_module(small, memory_limit="40 MiB")
     >>> with torch.no_grad():
-    ...     vae.decode(torch.zeros(1, 16, 1, 8, 12)).sample.shape
-    torch.Size([1, 3, 1, 64, 96])
+    ...     vae.decode(torch.zeros(1, 16, 3, 8, 12)).sample.shape
+    torch.Size([1, 3, 9, 64, 96])
     >>> small.save_pretrained("wan")
     >>> AutoencoderKLWan.from_pretrained("wan").config.base_dim
     16
     >>> file = "wan/diffusion_pytorch_model.safetensors"
     >>> AutoencoderKLWan.from_single_file(file, config="wan", torch_dtype=torch.bfloat16).dtype
     torch.bfloat16
-    >>> vae.state_dict()
-    Traceback (most recent call last):
-    RuntimeError: state_dict: expected the weights of a module of diffusers', got AutoencoderKLWan of vaemem, ...
     """
 
     theirs = diffusers.AutoencoderKLWan
@@ -509,7 +517,7 @@ class AutoencoderKLWan(_OneFrame, diffusers.AutoencoderKLWan):  # type: ignore[m
 for _name in _NEWER:
     if _class := getattr(diffusers, _name, None):
         _doc = f"""Drop-in for diffusers' {_name}: see `AutoencoderKL{"Wan" if _name in _FRAMES else ""}`."""
-        _base = _OneFrame if _name in _FRAMES else _Flux2
+        _base = _Frames if _name in _FRAMES else _Flux2
         globals()[_name] = type(_name, (_base, _class), {"theirs": _class, "__doc__": _doc, "__module__": __name__})
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vaemem import _core
-from vaemem._common import latent_factor, need
+from vaemem._common import frames_factor, latent_factor, need
 from vaemem._errors import ArgumentError
 from vaemem._render import in_gb
 from vaemem.engine import weights
@@ -64,7 +64,7 @@ def recognise(vae: Any) -> Arch:
             return weights.arch_of(module.state_dict())
     except ValueError as error:
         why = f" ({first_line(error)})"
-    wanted = f"a VAE for images: one of {', '.join(_CLASSES)} that vaemem knows"
+    wanted = f"a VAE: one of {', '.join(_CLASSES)} that vaemem knows"
     raise ArgumentError("vae", wanted, f"{name}{why}", "use ComfyUI's own node for this one")
 
 
@@ -83,8 +83,12 @@ def _name_type(dtype: Any) -> Any:
     return str(dtype).removeprefix("torch.")
 
 
-def choose_device(vae: Any, place: Place = ANYWHERE) -> str:
-    """Return where vaemem runs this VAE: "cpu", or a card such as "cuda:0"."""
+def choose_device(vae: Any, place: Place = ANYWHERE, is_video: bool = False) -> str:
+    """Return where vaemem runs this VAE: "cpu", or a card such as "cuda:0". Videos run on the CPU."""
+    if is_video:
+        if place.device == "gpu":
+            raise ArgumentError("device", "'cpu' or 'auto' for videos", "'gpu'")
+        return "cpu"
     return place.device_for(vae.device, _name_type(vae.vae_dtype))
 
 
@@ -93,10 +97,10 @@ def _dtype_on(vae: Any, device: str) -> Any:
     return "float32" if device == "cpu" else _name_type(vae.vae_dtype)
 
 
-def _open(vae: Any, op: str, device: str) -> VAE:
+def _open(vae: Any, op: str, device: str, is_video: bool = False) -> VAE:
     """Copy one half of the VAE's weights into vaemem's."""
     tensors, parts = vae.first_stage_model.state_dict(), "decoder" if op == "decode" else "encoder"
-    return VAE.load(tensors, parts=parts, device=device, dtype=_dtype_on(vae, device))
+    return VAE.load(tensors, parts=parts, device=device, dtype=_dtype_on(vae, device), videos=is_video)
 
 
 def _make_room(vae: Any, op: str, shape: Any, limit: int, manager: Any) -> None:
@@ -109,54 +113,58 @@ def _make_room(vae: Any, op: str, shape: Any, limit: int, manager: Any) -> None:
 # ---- running ----
 
 
-def _images(latents: torch.Tensor) -> torch.Tensor:
-    """Return the latents of images as (N, C, h, w), float32, in the host's memory. Video VAEs have frames, too."""
-    if latents.ndim == 5 and latents.shape[2] == 1:
-        latents = latents[:, :, 0]
-    if latents.ndim != 4:
-        wanted, advice = "latents of images", "use ComfyUI's VAE Decode for videos and sound"
+def _frames_of(latents: torch.Tensor, arch: Arch) -> int:
+    """Return how many frames latents have. ArgumentError unless they are images' or a video's of a VAE of videos."""
+    frames = latents.shape[2] if latents.ndim == 5 else 1
+    if latents.ndim not in (4, 5) or (frames > 1 and frames_factor(arch) == 1):
+        wanted, advice = "latents of images, or of Wan's videos", "use ComfyUI's VAE Decode for others"
         raise ArgumentError("latents", wanted, f"the shape {tuple(latents.shape)}", advice)
-    return latents.detach().to("cpu", torch.float32).contiguous()
+    return int(frames)
 
 
 def decode_whole(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll, place: Place = ANYWHERE) -> torch.Tensor:
-    """Decode latents whole and exactly, within a limit. Return pictures as ComfyUI has them: (N, H, W, 3), 0 to 1."""
+    """Decode latents whole and exactly, within a limit. Return pictures as ComfyUI has them: (N, H, W, 3), 0 to 1.
+    The frames of videos are pictures, one video after the other."""
     arch = recognise(vae)
-    device, (scale, shift) = choose_device(vae, place), _scaling(vae)
-    z = _images(latents)
+    is_video = _frames_of(latents, arch) > 1
+    device, (scale, shift) = choose_device(vae, place, is_video), _scaling(vae)
+    z = (latents if is_video or latents.ndim == 4 else latents[:, :, 0]).detach().to("cpu", torch.float32).contiguous()
     z = z if (scale, shift) == (1, 0) else (z - shift) * scale
     if device != "cpu":
         _make_room(vae, "decode", latents.shape, place.limit, manager)
-    with _open(vae, "decode", device) as ours:
+    with _open(vae, "decode", device, is_video) as ours:
         how: Any = {"scaled": _is_packed(arch), "progress": poll, "memory_limit": place.limit_on(device)}
         pixels = torch.from_numpy(ours.decode(z.numpy(), **how))
     for picture in pixels.split(1):  # one after the other, because process_output copies
         picture.copy_(vae.process_output(picture))
-    return pixels.to(vae.output_device).movedim(1, -1)
+    pixels = pixels.to(vae.output_device).movedim(1, -1)
+    return pixels.flatten(0, 1) if is_video else pixels
 
 
 def encode_whole(vae: Any, pixels: torch.Tensor, manager: Any, poll: Poll, place: Place = ANYWHERE) -> torch.Tensor:
     """Encode pictures whole and exactly, within a limit. Return latents as ComfyUI's VAE does: the distribution's mode.
 
-    As there, sides are cropped to multiples of the VAE's factor.
+    As there, sides are cropped to multiples of the VAE's factor, and a VAE of videos takes several pictures for one.
     """
     arch = recognise(vae)
     has_frames = vae.latent_dim == 3
-    if has_frames and len(pixels) > 1:
-        got = f"{len(pixels)}, which this VAE takes for a video"
-        raise ArgumentError("pixels", "one picture", got, "encode one after the other, or use ComfyUI's VAE Encode")
+    is_video = has_frames and len(pixels) > 1
+    if is_video and (frames_factor(arch) == 1 or getattr(vae, "not_video", False)):
+        advice = "encode one after the other, or use ComfyUI's VAE Encode"
+        raise ArgumentError("pixels", "one picture", str(len(pixels)), advice)
     cropped = vae.vae_encode_crop_pixels(pixels[..., :3]).movedim(-1, 1)
-    x = vae.process_input(cropped.to("cpu", torch.float32)).contiguous()
-    device = choose_device(vae, place)
+    x = vae.process_input(cropped.to("cpu", torch.float32))
+    x = (x.movedim(0, 1).unsqueeze(0) if is_video else x).contiguous()
+    device = choose_device(vae, place, is_video)
     if device != "cpu":
         shape = (1, x.shape[1], 1, *x.shape[2:]) if has_frames else x.shape
         _make_room(vae, "encode", shape, place.limit, manager)
-    with _open(vae, "encode", device) as ours:
+    with _open(vae, "encode", device, is_video) as ours:
         how: Any = {"scaled": _is_packed(arch), "progress": poll, "memory_limit": place.limit_on(device)}
         latents = torch.from_numpy(np.ascontiguousarray(ours.encode(x.numpy(), **how).mode()))
     scale, shift = _scaling(vae)
     latents = latents if (scale, shift) == (1, 0) else latents / scale + shift
-    return (latents.unsqueeze(2) if has_frames else latents).to(vae.output_device)
+    return (latents.unsqueeze(2) if has_frames and not is_video else latents).to(vae.output_device)
 
 
 # ---- ComfyUI's own decode, and vaemem's if it does not fit ----
@@ -187,7 +195,7 @@ def _explain_misfit(vae: Any, whole: Any, arch: Arch, latents: torch.Tensor, man
     chooses how many images run at once. It has no bytes for
     Windows: the driver does not count them as free.
     """
-    if describe_card(vae.device) is None:
+    if describe_card(vae.device) is None or _frames_of(latents, arch) > 1:  # `predict` knows no frames
         return ""
     packed = 2 if _is_packed(arch) else 1
     height, width = (side * packed * latent_factor(arch) for side in latents.shape[-2:])
@@ -245,7 +253,7 @@ def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> 
     vaemem decodes on the card within the free memory, or otherwise on the CPU.
     """
     arch = recognise(vae)
-    _images(latents[:1])
+    is_video = _frames_of(latents, arch) > 1
     whole, notes = _whole(vae), list[str]()
 
     def run() -> tuple[Any, str]:
@@ -255,8 +263,8 @@ def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> 
 
     pixels, why = attempt(run)
     if not why:
-        return Safe(pixels, ())
-    if (device := choose_device(vae)) != "cpu":
+        return Safe(pixels.flatten(0, 1) if pixels.ndim == 5 else pixels, ())
+    if (device := choose_device(vae, is_video=is_video)) != "cpu":
         notes.append(f"{why}. vaemem decodes on {device} in the free memory")
         try:
             return Safe(decode_whole(vae, latents, manager, poll, Place("gpu")), tuple(notes))

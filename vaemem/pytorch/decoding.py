@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from vaemem._common import latent_factor
+from vaemem._common import frames_factor, latent_factor
 from vaemem._errors import ArgumentError
+from vaemem.engine.configs import is_of_videos, read_config
 from vaemem.engine.limits import available_memory
 from vaemem.engine.vae import VAE
 from vaemem.prediction.gpus import context_of
@@ -77,7 +78,8 @@ class SafeDecode:
         key = next((name for name in ("z", "x") if name in kwargs), "z")
         z = args[0] if args else kwargs.get(key)
         theirs = self._before or type(vae).decode.__get__(vae)
-        if not isinstance(z, torch.Tensor) or (z.ndim == 5 and z.shape[2] != 1):  # vaemem decodes no videos
+        is_video = isinstance(z, torch.Tensor) and z.ndim == 5 and z.shape[2] != 1
+        if not isinstance(z, torch.Tensor) or (is_video and not is_of_videos(_config(vae, self._drop_in.theirs))):
             return theirs(*args, **kwargs)
         self.latents, self.notes = z.detach().to("cpu"), ()
 
@@ -96,7 +98,7 @@ class SafeDecode:
         if not why:
             return result
         ours = _copy(vae, self._drop_in)
-        if describe_card(z.device):
+        if describe_card(z.device) and not is_video:  # vaemem runs videos on the CPU
             self._warn(f"{why}. vaemem decodes on {z.device} in the free memory")
             try:
                 return decode(ours.to(z.device).decode, z.detach())
@@ -139,15 +141,19 @@ def _load(vae: Any) -> None:
         hook.pre_forward(vae)
 
 
+def _config(vae: Any, kind: Any) -> dict[str, Any]:
+    return {**vae.config, "_class_name": kind.__name__}
+
+
 def _copy(vae: Any, drop_in: Any) -> Any:
-    """Return vaemem's copy of a VAE, on the CPU. It decodes whole images within the free memory."""
+    """Return vaemem's copy of a VAE, on the CPU. It decodes whole images and videos within the free memory."""
     source = vae
     if any(weight.is_meta for weight in vae.parameters()):  # accelerate keeps the weights elsewhere
         from accelerate.utils.modeling import get_state_dict_offloaded_model
 
         source = convert(drop_in.theirs.from_config(vae.config), vae.dtype)
         source.load_state_dict(get_state_dict_offloaded_model(vae))
-    engine = VAE.load(source, config={**vae.config, "_class_name": drop_in.theirs.__name__})
+    engine = VAE.load(source, config=_config(vae, drop_in.theirs))
     limit = None if available_memory() is None else "auto"
     ours = drop_in(engine, vae.config, vae.dtype, memory_limit=limit)
     ours.use_slicing = getattr(vae, "use_slicing", False)
@@ -170,14 +176,15 @@ def explain_misfit(vae: Any, z: torch.Tensor) -> str:
     It has no bytes for Windows: the driver does not count them as free.
     """
     card = describe_card(z.device)
-    if card is None:
+    if card is None or (z.ndim == 5 and z.shape[2] > 1):  # `predict` knows no frames
         return ""
-    config = {**vae.config, "_class_name": type(vae).__name__}
+    config = _config(vae, type(vae))
     tiled = getattr(vae, "use_tiling", False)
     held = sum(weight.nbytes for weight in vae.parameters() if weight.device == z.device)
     used = max(card["memory"] - card.pop("free") - context_of(card["gpu"], card["memory"]) - held, 0)
     try:
-        factor = latent_factor(config)
+        arch = read_config(config)
+        factor = latent_factor(arch)
         answer = predict(
             config, "decode_tiled" if tiled else "decode", z.shape[-2] * factor, z.shape[-1] * factor,
             vae.dtype, len(z), slicing=getattr(vae, "use_slicing", False), used=used,
@@ -190,15 +197,18 @@ def explain_misfit(vae: Any, z: torch.Tensor) -> str:
 
 def estimate_seconds(ours: Any, z: torch.Tensor) -> float | None:
     """Estimate the seconds of a decode on the CPU: time a small one, and count both FLOPs. None if z is small."""
-    small = z[..., :_SIDE, :_SIDE]
-    if z.shape[-1] * z.shape[-2] < 4 * _SIDE * _SIDE:
+    arch, small = ours.vae.arch, z[..., :_SIDE, :_SIDE]
+    frames = z.shape[2] if z.ndim == 5 else 1
+    small = small[:, :, :2] if frames > 1 else small
+    if z.shape[-1] * z.shape[-2] * frames < 4 * _SIDE * _SIDE:
         return None
-    factor, start = latent_factor(ours.vae.arch), time.perf_counter()
+    factor, start = latent_factor(arch), time.perf_counter()
     with torch.no_grad():
         ours.decode(small[:1])
     took = time.perf_counter() - start
     height, width = z.shape[-2] * factor, z.shape[-1] * factor
-    whole = ours.vae.estimate("decode", height, width, memory_limit=ours.memory_limit)
+    shown = (frames - 1) * frames_factor(arch) + 1
+    whole = ours.vae.estimate("decode", height, width, memory_limit=ours.memory_limit, frames=shown)
     return float(took * len(z) * sum(whole.flops) / sum(ours.last_run.flops))
 
 
@@ -229,9 +239,9 @@ def safe_decode(pipe: Any) -> SafeDecode:
 
     Notes
     -----
-    vaemem decodes whole images. Its float32 numbers differ from PyTorch's by at most 1e-4, and other dtypes by their
-    own rounding. If tiling is on, PyTorch's tiles would change the picture; vaemem's picture is then the one without
-    tiles. Videos of several frames are left to PyTorch. No GPU has run this: tests fake the card.
+    vaemem decodes whole images, and on the CPU Wan's videos. Its float32 numbers differ from PyTorch's by at most 1e-4,
+    and other dtypes by their own rounding. If tiling is on, PyTorch's tiles would change the picture; vaemem's
+    picture is then the one without tiles. Other videos are left to PyTorch. No GPU has run this: tests fake the card.
 
     Examples
     --------

@@ -1,0 +1,477 @@
+"""Videos, run by the engine: all frames are those of diffusers, in the same bits under every limit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from engine import BACKENDS, FRAMES, config, error, run_core, small_vae
+from errors import refused
+
+import vaemem
+from vaemem import VAE, _core
+from vaemem._common import frames_factor, latent_factor
+from vaemem.engine.configs import config_of
+
+# Small, with the levels of the real ones: four frames of a video for one of latents.
+_LEVELS = {"dim_mult": [1, 2, 2, 2], "temperal_downsample": [False, True, True]}
+CONFIGS = {name: FRAMES[name] | _LEVELS for name in ("wan", "wan22")}
+CONFIGS["wan22"] |= {"scale_factor_spatial": 16}
+NAMES = list(CONFIGS)
+LIMIT = 1e-5
+
+
+def video_vae(name: str = "wan", **kwargs) -> VAE:
+    return VAE.random(config=CONFIGS[name], **kwargs)
+
+
+def latents(vae: VAE, frames: int, h: int, w: int, batch: int = 1, seed: int = 0) -> np.ndarray:
+    shape = (batch, vae.arch["latent_channels"], frames, h, w)
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def videos(vae: VAE, frames: int, h: int, w: int, batch: int = 1) -> np.ndarray:
+    """Videos for so many frames and pixels of latents."""
+    shape = (batch, 3, (frames - 1) * frames_factor(vae.arch) + 1, *(side * latent_factor(vae.arch) for side in (h, w)))
+    return np.random.default_rng(1).uniform(-1, 1, shape).astype(np.float32)
+
+
+def input_of(vae: VAE, op: str, *size: int, batch: int = 1) -> np.ndarray:
+    return (latents if op == "decode" else videos)(vae, *size, batch=batch)
+
+
+def run(vae: VAE, op: str, data: np.ndarray, **how):
+    return vae.decode(data, **how) if op == "decode" else vae.encode(data, **how).moments
+
+
+@pytest.fixture(scope="module")
+def references():
+    """diffusers' classes with the weights of `video_vae`, in float64, and functions that run them."""
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    made = {}
+
+    def reference(name: str, dtype=torch.float64):
+        if (name, dtype) not in made:
+            vae = video_vae(name)
+            settings = {key: value for key, value in config_of(vae.arch).items() if key[0] != "_"}
+            theirs = diffusers.AutoencoderKLWan(**settings).eval()
+            core = vae._core
+            state = {one: torch.from_numpy(core.get_tensor(one)) for one, _ in core.tensors}
+            theirs.load_state_dict(state)
+            made[name, dtype] = theirs.to(dtype)
+        theirs = made[name, dtype]
+
+        def run(op: str, data: np.ndarray) -> np.ndarray:
+            with torch.no_grad():
+                said = getattr(theirs, op)(torch.from_numpy(data).to(dtype))
+                said = said.sample if op == "decode" else said.latent_dist.parameters
+            return said.double().numpy()
+
+        return run
+
+    return reference
+
+
+# (frames, height, width) of latents: one frame more than pairs of Winograd's fill, and both orientations
+SIZES = [(2, 3, 5), (3, 6, 4), (4, 5, 5), (5, 1, 2), (9, 2, 1)]
+
+
+@pytest.mark.parametrize("op", ["decode", "encode"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_videos_are_diffusers(references, name, op, size):
+    vae = video_vae(name)
+    data = input_of(vae, op, *size, batch=2 if size[0] < 4 else 1)
+    got = run(vae, op, data)
+    want = references(name)(op, data)
+    assert got.shape == want.shape and error(got, want) <= LIMIT
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("op", ["decode", "encode"])
+def test_bfloat16_is_as_near_as_pytorchs(references, name, op):
+    torch = pytest.importorskip("torch")
+    data = input_of(video_vae(name), op, 3, 6, 8)
+    want = references(name)(op, data)
+    theirs = error(references(name, torch.bfloat16)(op, data), want)
+    references(name, torch.float64)  # a module is of one type at a time
+    assert error(run(video_vae(name, dtype="bfloat16"), op, data), want) <= 1.1 * theirs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "how", [("float32", "highest"), ("float32", "high"), ("float16", "highest"), ("bfloat16", "highest")]
+)
+def test_every_instruction_set(references, backend, how):
+    from gpu import LIMIT as LIMITS
+
+    dtype, precision = how
+    data = latents(video_vae(), 3, 5, 8)
+    vae = video_vae(dtype=dtype, precision=precision)
+    got, record = run_core(vae._core, "decode", data, backend=backend)
+    assert record["backend"] == backend
+    limit = {"highest": LIMIT, "high": 1e-4}[precision] if dtype == "float32" else LIMITS[dtype]
+    assert error(got, references("wan")("decode", data)) <= limit
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["decode", "encode"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [(2, 6, 4), (2, 4, 6), (3, 5, 5)], ids=str)
+def test_the_bits_are_those_of_every_plan(name, op, dtype, size):
+    """For every plan, number of threads and batch. Before each chain, memory that it must not read becomes NaN; after
+    it, memory that it must not write is unchanged; and each run takes what its plan says."""
+    vae = video_vae(name, dtype=dtype)
+    core, data = vae._core, input_of(vae, op, *size, batch=2)
+    want, record = run_core(core, op, data, check=True)
+    assert np.isfinite(want).all()
+    frames, height, width = data.shape[2:] if op == "encode" else want.shape[2:]
+    size = dict(height=height, width=width, batch=2, frames=frames)
+    plans = vae.tradeoff(op, **size)
+    limits = [0, *(max(plan.peak_bytes, plan.reserved_bytes) for plan in plans)]
+    for limit in limits:
+        for threads in (1, 2, 5) if limit in (0, limits[-1]) else (2,):
+            try:
+                planned = core.plan(op, **size, threads=threads, memory_limit=limit)
+            except ValueError:  # more threads need more memory
+                continue
+            core.trim()
+            got, record = run_core(core, op, data, threads, check=True, memory_limit=limit)
+            assert np.array_equal(got, want) and record["peak"] == planned["peak"]
+    one, _ = run_core(core, op, data[1:])
+    assert np.array_equal(one[0], want[1])
+
+
+@pytest.mark.parametrize("op", ["decode", "encode"])
+def test_estimates_are_runs(op):
+    vae = video_vae()
+    data = input_of(vae, op, 3, 3, 5)
+    run(vae, op, data)
+    (_, _, frames, h, w) = videos(vae, 3, 3, 5).shape
+    assert frames == 9 and vae.last_run.frames == 9 and "of 9 frames" in repr(vae.last_run)
+    planned = vae.estimate(op, h, w, frames=9)
+    assert planned.peak_bytes == vae.last_run.peak_bytes and planned.reserved_bytes == vae.last_run.reserved_bytes
+    least = vae.smallest(op, h, w, frames=9)
+    want = run(vae, op, data)
+    vae.trim()
+    assert np.array_equal(run(vae, op, data, memory_limit=least), want)
+    assert max(vae.last_run.peak_bytes, vae.last_run.reserved_bytes) <= least
+    with refused("memory_limit", names=["with 9 frames"]):
+        run(vae, op, data, memory_limit=least - 1)
+
+
+def test_the_largest_that_fit():
+    vae = video_vae()
+    limit = vae.smallest("decode", 64, 96, frames=9)
+    assert vae.largest_frames("decode", 64, 96, limit) >= 9
+    height, width = vae.largest("decode", limit, aspect=1.5, frames=9)
+    assert height * width >= 64 * 96
+    with refused("memory_limit"):
+        vae.largest_frames("decode", 64, 96, 1000)
+    with refused("frames", names=["loaded for images"]):
+        video_vae(videos=False).largest_frames("decode", 64, 96, limit)
+
+
+def test_memory_grows_with_one_side_and_the_frames_alone():
+    """Rows of all frames are streamed, along the longer side: so a longer video of that side takes only as much more as
+    what is stored whole in the middle, at the size of the latents."""
+    vae = VAE.random("qwen-image", parts="decoder", videos=True)
+    weights = vae.reserved_bytes
+    for height, width, most in ((480, 832, 1.3), (832, 480, 1.3), (720, 1280, 2.0)):  # GiB besides weights and video
+        run = vae.estimate("decode", height, width, frames=81)
+        least = vae.smallest("decode", height, width, frames=81) - run.output_bytes - weights
+        assert 0.5 * most * 2**30 < least <= most * 2**30
+    assert (
+        vae.estimate("decode", 480, 832, frames=81).peak_bytes == vae.estimate("decode", 832, 480, frames=81).peak_bytes
+    )
+
+
+def test_arrays_of_any_kind(tmp_path):
+    vae = video_vae()
+    z = latents(vae, 2, 2, 3)
+    want = vae.decode(z)
+    assert np.array_equal(vae.decode(np.asfortranarray(z)), want)
+    assert np.array_equal(vae.decode(z.astype(np.float64)), want)
+    assert np.array_equal(vae.decode(np.repeat(z, 2, axis=3)[:, :, :, ::2]), want)
+    mapped = np.lib.format.open_memmap(tmp_path / "video.npy", "w+", np.float32, want.shape)
+    assert vae.decode(z, out=mapped) is mapped and np.array_equal(mapped, want)
+    assert vae.last_run.output_bytes == 0
+    pictures = vae.decode(z, output_type="uint8")
+    assert pictures.shape == (1, 5, 16, 24, 3)
+    assert np.array_equal(
+        pictures, np.rint((want + 1) * np.float32(127.5)).clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 4, 1)
+    )
+    with refused("out"):
+        vae.decode(z, out=mapped[:, :, :4])
+    for wrong in (z[0], z[None], z[:, :3], z[:, :, :0]):
+        with refused("z"):
+            vae.decode(wrong)
+    x = np.random.default_rng(2).integers(0, 256, (1, 7, 30, 24, 3), np.uint8)
+    encoded = vae.encode(x, pad="edge")
+    assert vae.last_run.notes == (
+        "used the first 5 of 7 frames: the others fill no latent frame", "padded from 30x24 to 32x24 (edge)",
+    )  # fmt: skip
+    assert encoded.mean.shape == (1, 4, 2, 4, 3)
+    padded = np.pad(x[:, :5], ((0, 0), (0, 0), (0, 2), (0, 0), (0, 0)), mode="edge")
+    floats = (padded.astype(np.float32) / np.float32(127.5) - 1).transpose(0, 4, 1, 2, 3)
+    assert np.array_equal(vae.encode(floats).mean, encoded.mean)
+    assert vae.decode(encoded.mode(), size=encoded.size).shape == (1, 3, 5, 30, 24)
+    with refused("tiling", names=["memory_limit"]):
+        vae.decode(z, tiling=vaemem.Tiling(16))
+
+
+def test_pillow_images_of_every_frame():
+    pytest.importorskip("PIL.Image")
+    vae = video_vae()
+    z = latents(vae, 2, 3, 4, batch=2)
+    ((first, *others), _) = shown = vae.decode(z, output_type="pil")
+    assert len(shown) == 2 and len(others) == 4
+    assert np.array_equal(np.asarray(first), vae.decode(z, output_type="uint8")[0, 0])
+
+
+def test_latents_of_pipelines():
+    """Scaled latents are normalised channel by channel, as WanPipeline does it."""
+    vae = video_vae()
+    z = latents(vae, 2, 3, 4)
+    mean, std = (
+        np.asarray(vae.arch[key], np.float32).reshape(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std")
+    )
+    assert np.allclose(vae.decode(z, scaled=True), vae.decode(z * std + mean), atol=1e-6)
+    x = videos(vae, 2, 3, 4)
+    assert np.allclose(vae.encode(x, scaled=True).mode(), (vae.encode(x).mean - mean) / std, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_frame_is_an_image(name):
+    """A VAE of videos runs one frame as a VAE of images does, to the bit."""
+    vae, images = video_vae(name), video_vae(name, videos=False)
+    assert images.arch == {key: value for key, value in vae.arch.items() if key != "videos"}
+    assert images.reserved_bytes < vae.reserved_bytes / 2
+    for op in ("decode", "encode"):
+        data = input_of(vae, op, 1, 4, 6, batch=2)
+        want = run(images, op, data[:, :, 0])
+        for one in (vae, images):
+            assert np.array_equal(run(one, op, data)[:, :, 0], want) and np.array_equal(
+                run(one, op, data[:, :, 0]), want
+            )
+        several = input_of(vae, op, 2, 4, 6)
+        with refused("z" if op == "decode" else "x", names=["videos=True"]):
+            run(images, op, several)
+    with refused("frames", names=["videos=True"]):
+        images.estimate("decode", 32, 32, frames=5)
+
+
+def test_who_runs_videos():
+    assert all(small_vae(name).arch.get("videos", False) is (name in NAMES) for name in FRAMES)
+    assert VAE.random("qwen-image", videos=True, parts="decoder").arch["videos"]
+    assert "videos" not in VAE.random("qwen-image", parts="decoder").arch
+    other = CONFIGS["wan"] | {"temperal_downsample": [True, True, True]}
+    assert "videos" not in VAE.random(config=other).arch
+    for kwargs in ({"model": "sdxl"}, {"config": config("qwen21")}):
+        with refused("videos", names=["Wan 2.1"]):
+            VAE.random(videos=True, parts="decoder", **kwargs)
+    for frames in (0, -3, 2, 7, 1 << 30):
+        with refused("frames"):
+            VAE.random(config=CONFIGS["wan"]).estimate("decode", 32, 32, frames=frames)
+    with refused("config", names=["videos"]):
+        _core.Model(_core.models()["sdxl"] | {"videos": True})
+
+
+def test_copies_and_files(tmp_path):
+    vae = video_vae(seed=3)
+    z = latents(vae, 3, 3, 4)
+    want = vae.decode(z)
+    vae.save(tmp_path / "vae")
+    for other in (VAE.load(tmp_path / "vae"), copy.deepcopy(vae), pickle.loads(pickle.dumps(vae)), vae.copy()):
+        assert other.arch == vae.arch and np.array_equal(other.decode(z), want)
+    vae.save(tmp_path / "a.safetensors")
+    assert np.array_equal(VAE.load(tmp_path / "a.safetensors", config=CONFIGS["wan"]).decode(z), want)
+    images = VAE.load(tmp_path / "vae", videos=False)
+    assert np.array_equal(images.decode(z[:, :, 0]), vae.decode(z[:, :, 0]))
+    with refused("layout"):
+        vae.save(tmp_path / "b.safetensors", layout="ldm")
+    with refused(None, names=["videos=True"]):
+        images.save(tmp_path / "c")
+
+
+def test_wans_own_names(tmp_path):
+    """wan_2.1_vae.safetensors has the names of wan/modules/vae.py, and no config."""
+    from safetensors.numpy import save_file
+
+    from vaemem.engine import layouts
+
+    vae = VAE.random("qwen-image", parts="decoder", videos=True)
+    tensors = {name: vae._core.get_tensor(name) for name, _ in vae._core.tensors}
+    spelt = layouts.spell(tensors, "wan", 4)
+    assert spelt["decoder.up_blocks.0.upsamplers.0.time_conv.weight"] == "decoder.upsamples.3.time_conv.weight"
+    save_file({spelt[name]: tensor for name, tensor in tensors.items()}, tmp_path / "wan.safetensors")
+    loaded = VAE.load(tmp_path / "wan.safetensors", parts="decoder", videos=True)
+    z = latents(vae, 2, 2, 3)
+    assert np.array_equal(loaded.decode(z), vae.decode(z))
+    assert "videos" not in VAE.load(tmp_path / "wan.safetensors", parts="decoder").arch
+
+
+@pytest.mark.parametrize("op", ["decode", "encode"])
+def test_every_allocation_fails_once(op):
+    vae = video_vae()
+    data = input_of(vae, op, 3, 4, 6)
+    want = run(vae, op, data)
+    vae.on_out_of_memory = "raise"
+    failed = 0
+    while True:
+        vae.trim()
+        held = vae.reserved_bytes
+        _core.fail_alloc_at(failed + 1)
+        try:
+            got = run(vae, op, data)
+        except MemoryError:
+            failed += 1
+            assert vae.reserved_bytes == held
+        else:
+            break
+        finally:
+            _core.fail_alloc_at(0)
+    assert failed >= 3 and np.array_equal(got, want)
+
+
+def test_progress_and_an_end():
+    vae = video_vae()
+    z, seen = latents(vae, 3, 8, 8), []
+    want = vae.decode(z, progress=lambda done, all: seen.append((done, all)))
+    assert seen[-1][0] == seen[-1][1] > 0
+    button = threading.Event()
+    button.set()
+    with pytest.raises(vaemem.Cancelled):
+        vae.decode(z, cancel=button)
+
+    def stop(done, all):
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        vae.decode(z, progress=stop)
+    assert np.array_equal(vae.decode(z), want)
+
+
+def test_numbers_that_are_not_finite_stay():
+    vae = video_vae()
+    z = latents(vae, 3, 4, 4)
+    z[0, 0, 1, 2, 2] = np.nan
+    video = vae.decode(z)
+    assert np.isfinite(video[:, :, 0]).all() and np.isnan(video[:, :, 1:]).any()  # no frame sees a later one
+
+
+# ---- files, PyTorch ----
+
+
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    """A video file and a folder of frames, both ways; lossy, but of the same frames."""
+    pytest.importorskip("av")
+    from vaemem.__main__ import main
+    from vaemem.engine.video_files import read_video, write_video
+
+    vae = video_vae()
+    vae.save(tmp_path / "vae")
+    z = latents(vae, 2, 4, 6, batch=2) * 3
+    np.save(tmp_path / "z.npy", z)
+    monkeypatch.chdir(tmp_path)
+    assert main("decode z.npy --weights vae --scaled -o a.mp4".split()) == 0
+    assert 0 == main("decode z.npy --weights vae --scaled -o frames".split())
+    want = vae.decode(z, scaled=True, output_type="uint8")
+    for i in range(2):
+        assert np.array_equal(read_video(tmp_path / f"frames-{i}")[0][0], want[i])
+        close = read_video(tmp_path / f"a-{i}.mp4")[0][0]
+        assert close.shape == want[i].shape and np.abs(close.astype(float) - want[i]).mean() < 20
+    main("encode frames-1 --weights vae -o e.npy".split())
+    assert np.array_equal(np.load("e.npy"), vae.encode(want[1:]).mode())
+    main("encode a-0.mp4 --weights vae --scaled -o e.npy".split())
+    assert np.load("e.npy").shape == (1, 4, 2, 4, 6)
+    write_video(tmp_path / "grey.webm", np.full((3, 32, 48, 3), 128, np.uint8), 24)
+    assert np.abs(read_video(tmp_path / "grey.webm")[0].astype(int) - 128).max() < 3
+    (tmp_path / "bad.mp4").write_text("no video")
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    for line in (
+        "decode z.npy --weights vae -o a.png", "decode z.npy --weights vae -o a.mp4 --tile 32",
+        "encode bad.mp4 --weights vae -o e.npy", "encode gone.mp4 --weights vae -o e.npy",
+        "encode empty --weights vae -o e.npy", "encode frames-0 frames-1 --weights vae -o e.npy",
+    ):  # fmt: skip
+        assert main(line.split()) == 2 and capsys.readouterr().err
+
+
+def drop_in_of(name: str = "wan"):
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    from vaemem.pytorch import AutoencoderKLWan
+
+    settings = {key: value for key, value in CONFIGS[name].items() if key[0] != "_"}
+    torch.manual_seed(0)
+    theirs = diffusers.AutoencoderKLWan(**settings).eval()
+    return torch, theirs, AutoencoderKLWan.from_module(theirs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_drop_in_is_diffusers(name):
+    torch, theirs, ours = drop_in_of(name)
+    z, x = torch.from_numpy(latents(ours.vae, 3, 2, 3)), torch.from_numpy(videos(ours.vae, 2, 2, 3))
+    x = torch.cat([x, x[:, :, :2]], 2)  # two frames that diffusers drops
+    with torch.no_grad():
+        for mine, want in (
+            (ours.decode(z).sample, theirs.decode(z).sample),
+            (ours.encode(x).latent_dist.parameters, theirs.encode(x).latent_dist.parameters),
+            (ours.decode(z[:, :, :1]).sample, theirs.decode(z[:, :, :1]).sample),
+        ):
+            assert mine.shape == want.shape and error(mine.numpy(), want.double().numpy()) <= LIMIT
+        assert ours.to(torch.bfloat16).decode(z.bfloat16()).sample.dtype == torch.bfloat16
+    assert all(torch.equal(ours.float().state_dict()[key], value) for key, value in theirs.state_dict().items())
+    with refused("x"):
+        ours.encode(x[..., :-1])
+
+
+def test_a_pipeline_of_diffusers_makes_a_video():
+    """WanPipeline's own code, with vaemem's VAE in place of diffusers'."""
+    torch, theirs, ours = drop_in_of()
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+
+    torch.manual_seed(1)
+    transformer = WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=16, ffn_dim=16, num_layers=1,
+    )  # fmt: skip
+    scheduler, prompt = FlowMatchEulerDiscreteScheduler(), torch.randn(1, 8, 16)
+
+    def make(vae):
+        pipe = WanPipeline(tokenizer=None, text_encoder=None, vae=vae, scheduler=scheduler, transformer=transformer)
+        pipe.set_progress_bar_config(disable=True)
+        made = pipe(
+            prompt_embeds=prompt, height=32, width=48, num_frames=9, num_inference_steps=2, guidance_scale=1,
+            output_type="np", generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        return made.frames
+
+    assert error(make(ours), make(theirs).astype(np.float64)) <= 1e-4
+    assert ours.last_run.frames == 9
+
+
+def test_safe_decode_of_a_video():
+    """If PyTorch runs out of memory, vaemem decodes the video on the CPU."""
+    torch, theirs, ours = drop_in_of()
+    from types import SimpleNamespace
+
+    from vaemem.pytorch import safe_decode
+
+    z = torch.from_numpy(latents(ours.vae, 3, 2, 3))
+    with torch.no_grad():
+        want = theirs.decode(z).sample
+
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    theirs.decode = out_of_memory
+    safe = safe_decode(SimpleNamespace(vae=theirs))
+    with pytest.warns(RuntimeWarning, match="decodes on the CPU"):
+        got = theirs.decode(z).sample
+    assert error(got.numpy(), want.double().numpy()) <= LIMIT and len(safe.notes) == 1
