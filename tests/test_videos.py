@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from errors import refused
 
-from vaemem import Table, plan_pipeline, predict_pipeline
+from vaemem import Table, plan_pipeline, predict, predict_pipeline
+from vaemem.__main__ import main
 from vaemem._common import shipped
 from vaemem.engine.configs import config_of
 from vaemem.pipelines import components, pipeline_run, programs
@@ -220,3 +221,30 @@ def test_the_pipelines_own_code_takes_as_much(small, offload, frames, batch, vae
     found = {phase.name: phase.allocated for phase in real.phases if phase.name != "load"}
     predicted = {phase.name: phase.allocated for phase in p.phases if phase.name != "load"}
     assert found == predicted
+
+
+@pytest.mark.parametrize("model", ["wan2.1", "wan2.2"])
+def test_a_vae_alone_of_a_video(model, capsys):
+    """The decode of 81 frames, whole and in tiles; a video of one frame is an image."""
+    asked = dict(height=480, width=832, gpu="RTX 4090")
+    image = predict(model, "decode", **asked)
+    video = predict(model, "decode", frames=81, **asked)
+    tiled = predict(model, "decode_tiled", frames=81, **asked)
+    assert max(image.allocated, tiled.allocated) < video.allocated and video.seconds is None
+    assert image.request == predict(model, "decode", frames=1, **asked).request
+    assert "480x832 with 81 frames" in video.to_text() and "for one frame" not in video.to_text()
+    ours = next(advice for advice in video.would_fit if "vaemem" in advice.what)
+    assert 3e9 < ours.needed < 11e9
+    command = ["fits", model, "decode", "480x832", "--frames", "81", "--gpu", "RTX 4090"]
+    assert main(command) == 0 and "81 frames" in capsys.readouterr().out
+
+
+def test_frames_that_no_vae_makes():
+    for model, frames, more in (
+        ("sdxl", 81, {}),
+        ("wan2.1", 80, {}),
+        ("wan2.1", 0, {}),
+        ("wan2.1", 81, {"runtime": "comfyui"}),
+    ):
+        with refused("frames"):
+            predict(model, "decode", 480, 832, gpu="RTX 4090", frames=frames, **more)

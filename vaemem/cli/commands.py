@@ -37,7 +37,7 @@ _WEIGHTS, _RUN = "weights output of_model config", "memory_limit progress device
 _OF_VAE = (
     "weights_dtype tile tile_overlap slicing protocol channels_last allow_tf32 allocator cudnn_benchmark calibrate_rows"
 )
-_OF_PIPELINE = "offload vae vae_memory_limit prompt_tokens guidance image hires_from steps components frames lora"
+_OF_PIPELINE = "offload vae vae_memory_limit prompt_tokens guidance image hires_from steps components lora"
 _PIPELINE = "pipeline size batch used prompt_tokens guidance image hires_from steps dtype components frames lora"
 _SECONDS = "calibrate flash cache_limit time_limit link cpu cores"
 _SOFTWARE = "memory os cudnn_version torch_version diffusers_version"
@@ -256,8 +256,8 @@ def _status(*answers: Any, safe: bool = False) -> int:
 
 @command(
     "vaemem:predict vaemem:predict_pipeline",
-    "model run batch gpu memory used os whose_runtime dtype cudnn_version torch_version diffusers_version safe all"
-    f" exact answer_format | a VAE's run: {_OF_VAE} | a whole pipeline: {_OF_PIPELINE}",
+    "model run batch frames gpu memory used os whose_runtime dtype cudnn_version torch_version diffusers_version safe"
+    f" all exact answer_format | a VAE's run: {_OF_VAE} | a whole pipeline: {_OF_PIPELINE}",
 )
 def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """Say whether a VAE's run or a pipeline fits a card, and what would.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from vaemem._common import frames_factor
 from vaemem.prediction.held import LoadedVAE, Tensor, Variables
 from vaemem.prediction.job import Job
 from vaemem.prediction.process import Reading, SimulatedProcess
@@ -66,8 +67,10 @@ def benchmark(
     method = process.encode if op == "encode" else process.decode
     run = functools.partial(method, vae, tile=job.tile or 0, tile_overlap=job.tile_overlap, slicing=job.slicing)
     v = Variables(process)
-    image = (batch, vae.arch["in_channels"], height, width)
-    latent = (batch, vae.latent_channels, height // vae.factor, width // vae.factor)
+    frames = (job.frames,) if job.frames > 1 else ()
+    coded = tuple((count - 1) // frames_factor(vae.arch) + 1 for count in frames)
+    image = (batch, vae.arch["in_channels"], *frames, height, width)
+    latent = (batch, vae.latent_channels, *coded, height // vae.factor, width // vae.factor)
     runtime = RUNTIMES[vae.runtime]
     v.input = process.tensor(image if op == "encode" else latent, input_dtype, host=runtime.host)
 

@@ -11,7 +11,7 @@ from vaemem._errors import ArgumentError
 from vaemem._types import DtypeName, TiledOp
 
 OVERLAP, TINY_OVERLAP = 0.25, 0.125  # diffusers' tile_overlap_factor, the part of its side that a tile shares
-MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": MOST_BATCH}
+MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": MOST_BATCH, "frames": MOST_SIDE}
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Job:
     tile: int | None = None
     tile_overlap: float = OVERLAP
     slicing: bool = False
+    frames: int = 1  # of a video
     upcast: bool = False  # by upcast_vae before diffusers 0.36: a decode's first blocks stay in the weights' type
 
     def __post_init__(self) -> None:

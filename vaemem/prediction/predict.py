@@ -189,7 +189,7 @@ class Prediction(ModulePrediction):
 
     def __init__(self, request: VAERequest):
         job, software = request.job, request.software
-        covers, besides = ", for one frame" if job.arch["name"] in WANS else "", ""
+        covers, besides = ", for one frame" if job.arch["name"] in WANS and job.frames == 1 else "", ""
         if request.card.held:
             what, _ = held_by(software.runtime, job.arch["name"])
             besides = f" besides {what}, which A1111 keeps there"
@@ -201,7 +201,9 @@ class Prediction(ModulePrediction):
         self.runtime, self.allocator, self.settings = software.runtime, software.allocator, request.settings
         self.diffusers_version = f"0.{software.release}" if request.code == "diffusers" else None
         self.model_note = request.taken
-        self.assumed, self.title = request.assumed, f"{self.model} {self.op} {self.height}x{self.width}"
+        self.frames = job.frames
+        frames = f" with {job.frames} frames" if job.frames > 1 else ""
+        self.assumed, self.title = request.assumed, f"{self.model} {self.op} {self.height}x{self.width}{frames}"
         self.channels_last, self.allow_tf32 = software.channels_last, software.allow_tf32
         if software.allocator != "native":
             self.upper_share, self.upper_basis = math.nan, "nothing: no measurement of this allocator is known"
@@ -211,6 +213,8 @@ class Prediction(ModulePrediction):
     @functools.cached_property
     def seconds(self) -> Seconds | None:
         q = self.request
+        if q.job.frames > 1:  # no time of a video's VAE was measured
+            return None
         return None if self.coarse and not q.calibrate else q.machine.seconds(q.work)
 
     @property
@@ -251,8 +255,9 @@ class Prediction(ModulePrediction):
                     found.append(Advice(what, p.verdict, p.judged.here[1], p.available, shell_command(other)))
         if job.op == "encode" or job.op == "decode":
             with contextlib.suppress(OverflowError):  # it cannot be addressed here
-                run = VAE(_core.Model(dict(job.arch), dtype="float32")).estimate(
-                    job.op, job.height, job.width, job.batch
+                arch = {**job.arch, "videos": job.frames > 1}
+                run = VAE(_core.Model(arch, dtype="float32")).estimate(
+                    job.op, job.height, job.width, job.batch, frames=job.frames
                 )
                 needed = max(run.peak_bytes, run.reserved_bytes)
                 command = shell_command(q, "estimate")
@@ -374,6 +379,7 @@ def shell_command(request: VAERequest, verb: str = "fits") -> str:
     name = FIXED if request.fixed else job.arch["name"]
     words = ["vaemem", verb, name, job.op, f"{job.height}x{job.width}"]
     flags: dict[str, Any] = {"batch": job.batch if job.batch > 1 else None}
+    flags |= {"frames": job.frames if job.frames > 1 else None}
     if verb == "fits":
         usual = usual_dtypes(software.runtime, job.arch["name"], card.gpu.sm, request.fixed, software.release)
         found = known_gpu(card.gpu.name)
@@ -407,7 +413,7 @@ def predict(
     used: int | str = 0, workspace: Any = None,
     protocol: str = USUAL_PROTOCOL, channels_last: bool = False, allow_tf32: bool = True,
     cudnn_benchmark: bool = False, allocator: str = "native", safe: bool = False,
-    os: str = "linux", calibrate: Any = None, diffusers_version: str | None = None,
+    os: str = "linux", calibrate: Any = None, diffusers_version: str | None = None, frames: int = 1,
 ) -> Prediction:  # fmt: skip
     """Predict the memory that PyTorch takes for a VAE's run: in a fresh process, with the model loaded. By default one
     measured run follows two warm-up runs.
@@ -464,6 +470,8 @@ def predict(
         them, and not from other people's measurements. Rows of other cards, of the engine, and without seconds are
         left out. A row without a device counts as measured on this card.
     diffusers_version : shared
+    frames : int
+        Frames of a video, 1 more than a multiple of 4, for the VAEs of Wan 2.1 and 2.2. 1: an image.
 
     Raises
     ------
@@ -492,7 +500,7 @@ def predict(
     return Prediction(resolve_vae(VAEArguments(
         model, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype, tile,
         slicing, tile_overlap, memory, used, workspace, protocol, channels_last, allow_tf32, cudnn_benchmark,
-        allocator, safe, os, calibrate, diffusers_version,
+        allocator, safe, os, calibrate, diffusers_version, frames,
     )))  # fmt: skip
 
 

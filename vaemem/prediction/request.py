@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from vaemem import _core
-from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, choose, flag, latent_factor, listed, meant
+from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, choose, flag, frames_factor, latent_factor, listed, meant
 from vaemem._errors import ArgumentError, ArgumentOverflowError, Named
 from vaemem._types import Program
 from vaemem.engine.configs import SAMPLE_SIZES, config_of, named_sample_size, sample_size_of
@@ -27,6 +27,7 @@ from vaemem.prediction.runtimes import (
     DEFAULT_TORCH,
     PROGRAM_NAMES,
     RUNTIMES,
+    WANS,
     architecture,
     code_of,
     diffusers_release,
@@ -314,7 +315,8 @@ class VAERequest(Request):
     @property
     def size(self) -> str:
         """The size in words."""
-        return f"{self.job.height}x{self.job.width}, a batch of {self.job.batch}"
+        frames = f" with {self.job.frames} frames" if self.job.frames > 1 else ""
+        return f"{self.job.height}x{self.job.width}{frames}, a batch of {self.job.batch}"
 
     def at(self, height: int, width: int) -> VAERequest:
         """Return the same request at another size."""
@@ -424,6 +426,7 @@ class VAEArguments:
     os: str = "linux"
     calibrate: Any = None
     diffusers_version: str | None = None
+    frames: int = 1
 
 
 def resolve_vae(given: VAEArguments) -> VAERequest:
@@ -459,8 +462,10 @@ def resolve_vae(given: VAEArguments) -> VAERequest:
     weights_dtype = meant("weights_dtype", kept if given.weights_dtype is None else given.weights_dtype, DTYPES)
     upcast = bool(assumed) and usual.upcast and weights_dtype != dtype
     job = Job(
-        arch, op, given.height, given.width, dtype, weights_dtype, given.batch, tile, overlap, slicing, upcast
+        arch, op, given.height, given.width, dtype, weights_dtype, given.batch, tile, overlap, slicing, given.frames,
+        upcast,
     )  # fmt: skip
+    _check_frames(job, code)
     if RUNTIMES[code].host and weights_dtype != dtype:
         wanted = f"the run's dtype {dtype} with {runtime}, which keeps its weights in it"
         raise ArgumentError("weights_dtype", wanted, repr(weights_dtype))
@@ -472,6 +477,17 @@ def resolve_vae(given: VAEArguments) -> VAERequest:
     if rows:
         _ = request.machine  # refuses impossible rows
     return request
+
+
+def _check_frames(job: Job, code: str) -> None:
+    if job.frames == 1:
+        return
+    if job.arch["name"] not in WANS or code != "diffusers":
+        known = f"1, because of VAEs alone only {' and '.join(WANS)} are known for videos, in diffusers"
+        raise ArgumentError("frames", known, str(job.frames), "ask for the whole pipeline or workflow")
+    if (job.frames - 1) % frames_factor(job.arch):
+        wanted = f"1 more than a multiple of {frames_factor(job.arch)}"
+        raise ArgumentError("frames", wanted, str(job.frames))
 
 
 def _resolve_overlap(given: VAEArguments, arch: Mapping[str, Any], op: str, code: str, runtime: str) -> float:
