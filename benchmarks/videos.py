@@ -119,7 +119,7 @@ def main() -> None:
                 row |= times(size, frames, dtype, args.rounds, args.threads)
             rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    write_csv(f"videos_{args.what}", rows)
+    write_csv(f"videos_{args.what}.csv", rows)
 
 
 if __name__ == "__main__":

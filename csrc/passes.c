@@ -12,9 +12,9 @@
  * relu(conv4(relu conv2(relu conv0 x)) + x), whose x may be x + pool3(relu norm pool0 x).
  *
  * VM_WAN is similar. Its convolutions are causal and 3D, unless they are called flat here. An image meets only the last
- * slice of them. In a video some resamplers have a convolution over time, which halves or doubles the frames. Upsamplers
- * halve the channels. A residual model's do not: a level's input is moved to the channels and pixels of its output, and
- * added; and an image may come as patches of 2x2 pixels.
+ * slice of them. In a video some resamplers have a convolution over time, which halves or doubles the frames.
+ * Upsamplers halve the channels. A residual model's do not: a level's input is moved to the channels and pixels of its
+ * output, and added; and an image may come as patches of 2x2 pixels.
  *
  * VM_HUNYUAN_IMAGE resamples by moves: a convolution with the pixels of 2x2 as its channels, plus its input, moved
  * likewise and averaged or repeated. The decoder's first convolution, and the encoder's last with its norm, add their

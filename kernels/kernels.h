@@ -258,7 +258,7 @@ static inline VM_ANYWHERE size_t vm_move_from(vm_move m, size_t channels, size_t
 typedef enum vm_time {
     VM_TIME_SAME,
     VM_TIME_HALVED, /* frame j of y meets frames up to 2j of x: a convolution three, a move two */
-    /* Frames 2i - 1 and 2i of y are made of frame i of x: by a convolution, of frames i - 2 to i, from 1 on, each from a
+    /* Frames 2i - 1 and 2i of y are made of frame i of x: by a convolution of frames i - 2 to i, from 1 on, each from a
      * half of its outputs; by a move, each from one of its frames */
     VM_TIME_DOUBLED
 } vm_time;

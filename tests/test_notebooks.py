@@ -24,6 +24,10 @@ SHOWN = {
         ],
     ),
     "compared_with_pytorch": (0, ["diffusers 128x128", "a module on", "does as recorded", "total_reserved"]),
+    "video_in_little_memory": (
+        2,
+        ["decode: 100%", "diffusers, in tiles", "the same bits\n", "relative difference from diffusers"],
+    ),
     "under_a_limit": (2, ["decode: 100%", "tiles of 128x128", "the same bits\n"]),
     "pipeline_on_a_small_card": (
         2,

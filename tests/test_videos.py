@@ -29,7 +29,7 @@ def test_frames_are_a_size():
     assert wan().phases == rounded.phases
     sizes = [(a.allocated, b.allocated) for a, b in zip(few.phases, rounded.phases, strict=True)]
     assert [a < b for a, b in sizes] == [False, False, True, True]
-    assert {row["way"] for row in Table(few.rows())} == {"offload none, VAE whole, 5 frames"}
+    assert {(row["way"], row["frames"]) for row in Table(few.rows())} == {("offload none, VAE whole", 5)}
 
 
 def test_the_vae_stays_in_float32():
@@ -234,7 +234,7 @@ def test_a_vae_alone_of_a_video(model, capsys):
     assert image.request == predict(model, "decode", frames=1, **asked).request
     assert "480x832 with 81 frames" in video.to_text() and "for one frame" not in video.to_text()
     ours = next(advice for advice in video.would_fit if "vaemem" in advice.what)
-    assert 3e9 < ours.needed < 11e9
+    assert 2e9 < ours.needed < 11e9
     command = ["fits", model, "decode", "480x832", "--frames", "81", "--gpu", "RTX 4090"]
     assert main(command) == 0 and "81 frames" in capsys.readouterr().out
 

@@ -54,7 +54,8 @@ static inline vm_arch take_arch(input *in) {
     }
     const uint64_t kind = flags >> 3 & 3; /* 1: of frames; 2: with residuals that are moved */
     a.family = kind == 3 ? VM_HUNYUAN_IMAGE : kind ? VM_WAN : VM_KL;
-    a.slices = kind == 1;
+    a.slices = kind == 1 || (kind == 2 && flags & 64);
+    a.videos = a.slices && flags & 128;
     a.residual = kind == 2;
     a.image_patch = kind == 2 && flags & 32 ? 2 : 0;
     for (size_t i = 0; a.residual && i < a.levels; i++) a.temporal[i] = flags >> (6 + i % 2) & 1;

@@ -5,7 +5,9 @@
 static void check(const vm_model *m, const vm_request *r, const vm_plan *p) {
     const unsigned __int128 pixels = (unsigned __int128)r->height * r->width;
     const size_t factor = vm_arch_factor(&m->arch);
-    CHECK(p->out_bytes >= (r->op == VM_DECODE ? pixels : pixels / factor / factor));
+    const size_t shown = VM_MAX(r->frames, 1), coded = (shown - 1) / ((size_t)1 << vm_arch_halvings(&m->arch)) + 1;
+    CHECK(p->out_bytes / (r->op == VM_DECODE ? shown : coded) >=
+          (r->op == VM_DECODE ? pixels : pixels / factor / factor));
     unsigned __int128 least = (unsigned __int128)m->weights_bytes + p->arena_bytes;
     if (r->own_output) least += (unsigned __int128)p->out_bytes * r->batch;
     CHECK(p->reserved >= least);
@@ -58,6 +60,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         r.height = number(&in) * multiple;
         r.width = number(&in) * multiple;
         r.batch = number(&in);
+        if (how & 128 && arch.videos) r.frames = number(&in);
         r.in = r.op == VM_ENCODE ? pixels : VM_F32_NCHW;
         r.out = r.op == VM_DECODE ? pixels : VM_F32_NCHW;
         r.own_output = how & 8;

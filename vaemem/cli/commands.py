@@ -153,7 +153,7 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 def _decode_videos(args: argparse.Namespace, asked: dict[str, Any], z: Any) -> None:
     """Decode latents of videos to video files, or to folders of PNG files."""
     folders.refuse_flags(args, "tiling", "cannot be used for a video", "give a memory limit: it is exact")
-    videos.check_out(args.out)
+    videos.check_video_name(args.out)
     with _loaded(args, videos.asked_for(asked, z.shape[2]), "decoder") as vae:
         with _shown_progress(args) as tell:
             made = vae.decode(z, args.scaled, "uint8", tell, size=args.size, memory_limit=args.memory_limit)
@@ -182,7 +182,7 @@ def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> int | None:
     folders.refuse_flags(args, _OF_DATASETS, "is for data sets", ("give a folder instead of a file to ", Named("out")))
     check_writable(args.out)
     pictures, frames = args.images, 1
-    if video := videos.read(args):
+    if video := videos.read_frames(args):
         folders.refuse_flags(args, "tiling", "cannot be used for a video", "give a memory limit: it is exact")
         pictures, notes = video
         frames = pictures.shape[1]
@@ -277,7 +277,7 @@ def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     return _status(*found, safe="safe" in asked)
 
 
-@command("vaemem:estimate_sweep", "model op sizes batch memory_limit device float32 precision format")
+@command("vaemem:estimate_sweep", "model op sizes batch frames memory_limit device float32 precision format")
 def run_estimate(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Estimate the memory of our engine's run, without the run.
 
@@ -288,12 +288,13 @@ def run_estimate(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     if args.format == "text":
         print("\nallocated, which leaves out the weights, in T = 128 * height * width * bytes of a number:")
         for row in estimates:
-            full = 128 * row["height"] * row["width"] * row["batch"] * ELEMENT_BYTES[row["dtype"]]
+            shown = row["batch"] * (row["frames"] or 1)
+            full = 128 * row["height"] * row["width"] * shown * ELEMENT_BYTES[row["dtype"]]
             print(f"  {row['op']} {row['height']}x{row['width']}: {row['allocated_bytes'] / full:.2f} T")
         print("limit, the least --memory-limit that allows it, counts the weights too.")
 
 
-@command("vaemem:tradeoff", "model op sizes batch dtype precision format")
+@command("vaemem:tradeoff", "model op sizes batch frames dtype precision format")
 def run_tradeoff(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Show the cost of less memory: our engine's plans, fastest first.
 

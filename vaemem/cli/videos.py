@@ -15,11 +15,11 @@ from vaemem.engine import video_files
 from vaemem.engine.images import to_pillow
 
 
-def check_out(path: str) -> None:
+def check_video_name(path: str) -> None:
     """Refuse a name that is of no video and of no folder."""
-    if os.path.isdir(path) or Path(path).suffix.lower() in ("", *video_files.SUFFIXES):
+    if os.path.isdir(path) or Path(path).suffix.lower() in ("", *video_files.VIDEO_SUFFIXES):
         return
-    ends = " ".join(video_files.SUFFIXES)
+    ends = " ".join(video_files.VIDEO_SUFFIXES)
     raise ArgumentError("out", f"for a video a name that ends in one of {ends}, or a folder", repr(path))
 
 
@@ -37,7 +37,7 @@ def write_frames(args: argparse.Namespace, frames: np.ndarray, number: str) -> s
     return name
 
 
-def read(args: argparse.Namespace) -> Any:
+def read_frames(args: argparse.Namespace) -> Any:
     """Return the frames of the one video among the arguments, and notes; None if it is of images."""
     if not any(map(video_files.is_video, args.images)):
         return None

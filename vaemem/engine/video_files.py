@@ -13,7 +13,7 @@ from vaemem._numpy import np
 from vaemem._saving import replacing
 from vaemem.engine.images import Notes, read_images
 
-SUFFIXES = (".mp4", ".mkv", ".mov", ".webm", ".avi")
+VIDEO_SUFFIXES = (".mp4", ".mkv", ".mov", ".webm", ".avi")
 _CODECS = {".webm": ("libvpx-vp9", {"crf": "20", "b": "0"})}
 _USUAL_CODEC = "libx264", {"crf": "14"}  # hardly any loss
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")  # in a folder
@@ -22,7 +22,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp")  # in a folder
 def is_video(path: Any) -> bool:
     """Return whether a path is of a video file, by its name, or of a folder."""
     text = isinstance(path, (str, os.PathLike))
-    return text and (Path(path).suffix.lower() in SUFFIXES or os.path.isdir(path))
+    return text and (Path(path).suffix.lower() in VIDEO_SUFFIXES or os.path.isdir(path))
 
 
 def read_video(path: str | os.PathLike[str]) -> tuple[np.ndarray, Notes]:
@@ -63,5 +63,5 @@ def _format(suffix: str) -> str:
     """Return the name of PyAV's container."""
     names = {".mkv": "matroska", ".mov": "mov", ".webm": "webm", ".avi": "avi", ".mp4": "mp4"}
     if suffix.lower() not in names:
-        raise ArgumentError("out", f"a name that ends in one of {', '.join(SUFFIXES)}, or a folder", repr(suffix))
+        raise ArgumentError("out", f"a name that ends in one of {', '.join(VIDEO_SUFFIXES)}, or a folder", repr(suffix))
     return names[suffix.lower()]

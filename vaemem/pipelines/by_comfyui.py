@@ -90,7 +90,8 @@ class ComfyUIPrediction(PlayedAnswer):
         self._process, self._cudnn = process, getattr(process.workspace, "cudnn_version", None)
         self._run_row = {
             "model": q.name, "op": "pipeline", "height": q.height, "width": q.width, "batch": q.batch,
-            "tokens": q.tokens, "dtype": q.dtype, "runtime": "comfyui", "device": card.gpu.name,
+            "frames": q.frames if q.pipeline.frames else None, "tokens": q.tokens, "dtype": q.dtype,
+            "runtime": "comfyui", "device": card.gpu.name,
             "way": f"VAE {q.vae}{option}", "source": "predicted",
             "versions": f"torch {process.torch_version}, {SOURCE}, vaemem {__version__}",
         }  # fmt: skip

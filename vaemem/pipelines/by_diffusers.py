@@ -124,7 +124,6 @@ class PipelinePrediction(PlayedAnswer):
         q = request
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
-        frames = f", {q.frames} frames" if q.pipeline.frames else ""
         more = on_cpu + f", {q.after}" * bool(q.first) + "".join(f", LoRA {lora}" for lora in q.loras)
         where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{more}"
         self.title = f"{q.name} {q.size}{batch} by {q.software.program} ({where})"
@@ -136,7 +135,8 @@ class PipelinePrediction(PlayedAnswer):
         self._run_row = {
             "model": q.name, "op": "pipeline", "height": q.height, "width": q.width, "batch": q.batch,
             "tokens": q.tokens, "dtype": q.dtype, "runtime": "diffusers", "device": q.card.gpu.name,
-            "way": f"offload {q.offload}, VAE {q.vae}{frames}{more}", "source": "predicted",
+            "way": f"offload {q.offload}, VAE {q.vae}{more}", "source": "predicted",
+            "frames": q.frames if q.pipeline.frames else None,
             "versions": f"{ran}, {q.software.program}, vaemem {__version__}",
         }  # fmt: skip
         on_disk = q.group and q.group.offload_to_disk_path

@@ -352,6 +352,7 @@ class Prediction(ModulePrediction):
         names = "model op height width batch dtype tile tile_overlap runtime weights_bytes"
         row = {name: getattr(self, name) for name in names.split()}
         return [row | {
+            "frames": self.frames if self.frames > 1 else None,
             "device": self.gpu, "source": "predicted", "allocated_bytes": self.allocated,
             "reserved_bytes": self.reserved, "seconds": took and took.likely,
             "seconds_low": took and took.low, "seconds_high": took and took.high, "versions": ", ".join([

@@ -506,6 +506,8 @@ class AutoencoderKLWan(_Frames, diffusers.AutoencoderKLWan):  # type: ignore[mis
     >>> small.save_pretrained("wan")
     >>> AutoencoderKLWan.from_pretrained("wan").config.base_dim
     16
+    >>> vae.state_dict()["decoder.conv_out.weight"].shape
+    torch.Size([3, 16, 3, 3, 3])
     >>> file = "wan/diffusion_pytorch_model.safetensors"
     >>> AutoencoderKLWan.from_single_file(file, config="wan", torch_dtype=torch.bfloat16).dtype
     torch.bfloat16

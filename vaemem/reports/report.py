@@ -170,10 +170,10 @@ def _pipelines(document: Document, table: Table) -> None:
     """Write what each phase of a pipeline needs of the card, how it grows, and a published equation's error."""
     document.heading("Whole pipelines")
     document.text("MiB that each phase needs of the card, without a CUDA context. The whole needs the largest of them.")
-    key = ("model", "device", "way", "height", "width", "batch", "tokens")
-    for (model, device, way), mine in grouped(table, operator.itemgetter(*key[:3])).items():
-        document.heading(f"{model} on {device}, {way}", 3)
-        runs = grouped(mine, operator.itemgetter(*key[3:])).values()
+    key = ("model", "device", "way", "frames", "height", "width", "batch", "tokens")
+    for (model, device, way, frames), mine in grouped(table, operator.itemgetter(*key[:4])).items():
+        document.heading(f"{model} on {device}, {way}{f', {frames} frames' if frames else ''}", 3)
+        runs = grouped(mine, operator.itemgetter(*key[4:])).values()
         phases = distinct(row["phase"] for row in mine)
         lines = []
         for rows in runs:

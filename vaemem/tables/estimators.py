@@ -70,8 +70,8 @@ def pixels(row: Row) -> int:
 _SERIES = operator.itemgetter(*KEY, "source", "group")
 # Columns that name a compared row.
 _SHOWN = (
-    *("model", "op", "phase", "height", "width", "batch", "tokens", "dtype", "tile", "tile_overlap", "runtime"),
-    *("device", "group"),
+    *("model", "op", "phase", "height", "width", "batch", "frames", "tokens", "dtype", "tile", "tile_overlap"),
+    *("runtime", "device", "group"),
 )
 # Columns by which errors are grouped.
 _GROUP = ("model", "op", "dtype", "tile", "tile_overlap")
@@ -557,13 +557,12 @@ def _pipeline_row(row: Row, bound: Mapping[str, Any]) -> Row | None:
     from vaemem.pipelines.components import PIPELINES
     from vaemem.pipelines.predict_pipeline import predict_pipeline  # half of this package's import
 
-    known = r"offload (none|model|sequential), VAE (whole|tiled|sliced)(?:, (\d+) frames)?"
+    known = r"offload (none|model|sequential), VAE (whole|tiled|sliced)"
     way = re.fullmatch(known, row["way"] or "")
     if not way or row["model"] not in PIPELINES or row["runtime"] != "diffusers" or row["device"] == "cpu":
         return None
-    said: dict[str, Any] = {name: row[name] for name in ("height", "width", "batch", "dtype")}
+    said: dict[str, Any] = {name: row[name] for name in ("height", "width", "batch", "frames", "dtype")}
     said |= {"prompt_tokens": row["tokens"], "offload": way[1], "vae": way[2], "image": row["phase"] == "encode image"}
-    said |= {"frames": way[3] and int(way[3])}
     told = {name: value for name, value in (said | {"gpu": row["device"]}).items() if value is not None}
     made = predict_pipeline(row["model"], **told | dict(bound))
     return next((one for one in Table(made.rows()) if one["phase"] == (row["phase"] or "whole")), None)

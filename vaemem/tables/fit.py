@@ -16,7 +16,7 @@ from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem.prediction.laws import write_equation, write_function
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_ran, check_complete, differing, in_words
 
-KEY = ("model", "op", "phase", "dtype", "tile", "tile_overlap", "runtime", "way", "device", "batch", "tokens")
+KEY = ("model", "op", "phase", "dtype", "tile", "tile_overlap", "runtime", "way", "device", "batch", "frames", "tokens")
 TARGETS = (*BYTE_COLUMNS, "seconds")
 
 
@@ -64,6 +64,7 @@ class FittedLine(Typeset):
     way: str | None
     device: str | None
     batch: int | None
+    frames: int | None
     tokens: int | None
     target: str
     quantile: float | None

@@ -47,10 +47,15 @@ class Case(NamedTuple):
     height: int
     width: int
     batch: int
+    frames: int | None = None  # of a video
 
     @property
     def work(self) -> int:
-        return _WORK[self.op.removesuffix("_tiled")] * self.height * self.width * self.batch
+        return _WORK[self.op.removesuffix("_tiled")] * self.height * self.width * self.batch * (self.frames or 1)
+
+    def estimate(self, vae: VAE, limit: Limit) -> Run:
+        size = self.height, self.width, self.batch
+        return vae.estimate(self.op, *size, memory_limit=limit, frames=self.frames or 1)
 
 
 @shared
@@ -109,13 +114,15 @@ def measure_sweep(
 def estimate_sweep(
     models: Any = _MODELS, ops: Op | Sequence[Op] = OPS, sizes: Sizes = _SIZES,
     dtypes: Dtype | Sequence[Dtype] = "float32", *, device: str = "cpu", batch: int | Sequence[int] = 1,
-    memory_limit: Limit = None, precision: Precision = "highest",
+    memory_limit: Limit = None, precision: Precision = "highest", frames: int = 1,
 ) -> Table:  # fmt: skip
     """Estimate the engine's memory at each size from its plans, without a run.
 
     Parameters
     ----------
     models, ops, sizes, dtypes, device, batch, memory_limit, precision of a sweep : shared
+    frames : int
+        Of each video, 1 more than a multiple of 4, for the VAEs of Wan 2.1 and 2.2 on the CPU. 1: images.
 
     Returns
     -------
@@ -134,7 +141,7 @@ def estimate_sweep(
     >>> [row["allocated_bytes"] for row in measured] == [row["allocated_bytes"] for row in estimated]
     True
     """
-    return _engine_table(models, ops, sizes, dtypes, batch, device, precision, memory_limit)
+    return _engine_table(models, ops, sizes, dtypes, batch, device, precision, memory_limit, frames=frames)
 
 
 @shared
@@ -219,7 +226,7 @@ def predict_sweep(
 
 def tradeoff(
     model: str | VAE, op: Op, height: int, width: int, batch: int = 1, dtype: Dtype = "float32",
-    precision: Precision = "highest",
+    precision: Precision = "highest", frames: int = 1,
 ) -> Table:  # fmt: skip
     """Show the cost of less memory: the plans of one run, from the fastest to the smallest.
 
@@ -232,6 +239,8 @@ def tradeoff(
         The images' size in pixels, and their number.
     dtype, precision : str
         For a named model, on the CPU, as for `VAE.load`. A VAE has its own.
+    frames : int
+        Of each video, as for `VAE.estimate`; 1 for images.
 
     Returns
     -------
@@ -248,10 +257,10 @@ def tradeoff(
     """
     choose("ops", op, OPS)
     ((model, kind),) = _models([model], meant("dtype", dtype, DTYPES))
-    vae = _vae(model, "cpu", kind, precision)
-    runs, last = vae.tradeoff(op, height, width, batch), vae.last_run
+    vae = _vae(model, "cpu", kind, precision, frames != 1)
+    runs, last = vae.tradeoff(op, height, width, batch, frames=frames), vae.last_run
     speed = last.seconds / sum(last.flops) if last and last.op == op and last.seconds and vae.device == "cpu" else None
-    case = Case(op, height, width, batch)
+    case = Case(op, height, width, batch, None if frames == 1 else frames)
     rows = [_row(vae, case, "estimated", run, limited=True) for run in runs]
     return Table(row | {"seconds": speed and sum(run.flops) * speed} for row, run in zip(rows, runs, strict=True))
 
@@ -275,18 +284,19 @@ def _several(argument: str, values: Any, single: type | tuple[type, ...] = str) 
     return found
 
 
-def _cases(ops: Any, sizes: Any, batch: Any, known: Sequence[str]) -> list[Case]:
+def _cases(ops: Any, sizes: Any, batch: Any, known: Sequence[str], frames: int = 1) -> list[Case]:
+    shown = whole("frames", frames) if frames != 1 else None
     found, pairs = chosen("ops", _several("ops", ops), known), image_sizes(_several("sizes", sizes, int))
     batches = [whole("batch", one) for one in _several("batch", batch, ())]
-    return [Case(op, height, width, n) for op, n, (height, width) in itertools.product(found, batches, pairs)]
+    return [Case(op, height, width, n, shown) for op, n, (height, width) in itertools.product(found, batches, pairs)]
 
 
 def _engine_table(
     models: Any, ops: Any, sizes: Any, dtypes: Any, batch: Any, device: str, precision: str, memory_limit: Limit,
-    repeats: int = 0, progress: Progress = None,
+    repeats: int = 0, progress: Progress = None, frames: int = 1,
 ) -> Table:  # fmt: skip
     """Measure the engine's rows, or estimate them if repeats is 0."""
-    cases = _cases(ops, sizes, batch, OPS)
+    cases = _cases(ops, sizes, batch, OPS, frames)
     wanted = _models(_several("models", models, (str, VAE)), _several("dtypes", dtypes))
     return _table(_runs(wanted, cases, device, precision, repeats, progress, memory_limit))
 
@@ -299,8 +309,8 @@ def _runs(
     done, work = 0, len(wanted) * repeats * sum(case.work for case in cases)
     with polling(progress if repeats else None, "sweep", total=work, bar_format=BAR) as poll:
         for model, dtype in wanted:
-            vae = _vae(model, device, dtype, precision)
-            plans = [vae.estimate(*case, memory_limit=memory_limit) for case in cases]  # raises before the first run
+            vae = _vae(model, device, dtype, precision, any(case.frames for case in cases))
+            plans = [case.estimate(vae, memory_limit) for case in cases]  # raises before the first run
             for case, plan in zip(cases, plans, strict=True):
                 if not repeats:
                     yield _row(vae, case, "estimated", plan, memory_limit is not None)
@@ -371,7 +381,7 @@ def _predict_case(others: Mapping[str, Any], task: Any) -> list[Row]:
     model, gpu, dtype, options, case = task
     predictor, taken = _predictor(case.op)
     run = {name: value for name, value in others.items() if name in taken} | dict(options) | case._asdict()
-    run |= {"dtype": dtype, "gpu": gpu}
+    run |= {"dtype": dtype, "gpu": gpu, "frames": dict(options).get("frames") or (None if case.op == "pipeline" else 1)}
     if run.pop("op") == "pipeline":
         return list(predictor(model, **run).rows())
     return list(Prediction(resolve_vae(VAEArguments(model, case.op, **run))).rows())
@@ -433,9 +443,9 @@ def _models(models: Any, dtypes: str | Sequence[str]) -> list[tuple[str | VAE, s
     return pairs
 
 
-def _vae(model: str | VAE, device: str, dtype: Any, precision: Any) -> VAE:
+def _vae(model: str | VAE, device: str, dtype: Any, precision: Any, of_videos: bool = False) -> VAE:
     if isinstance(model, str):
-        return VAE.random(model, device=device, dtype=dtype, precision=precision)
+        return VAE.random(model, device=device, dtype=dtype, precision=precision, videos=of_videos or None)
     if precision not in ("highest", model.precision):
         raise ArgumentError("precision", f"{model.precision}, as the VAE on {model.device} computes", repr(precision))
     return model

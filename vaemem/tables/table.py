@@ -42,6 +42,7 @@ SCHEMA: tuple[Column, ...] = (
     Column("height", "count", "of the image, in pixels"),
     Column("width", "count", "of the image, in pixels"),
     Column("batch", "count", "images in one run"),
+    Column("frames", "count", "of each video; not known for images"),
     Column("tokens", "count", "of a pipeline's prompt"),
     Column("dtype", "text", "of the activations: float32, float16 or bfloat16"),
     Column("tile", "count", "side of a tile in pixels, for a run in tiles; an image that fits in one tile runs whole"),
@@ -158,8 +159,9 @@ def as_ran(row: Mapping[str, Any]) -> Row:
 
 
 # Columns that only some runs have, and the form of their values in a name.
-_OF_SOME = ("phase", "tile", "tile_overlap")
+_OF_SOME = ("phase", "frames", "tile", "tile_overlap")
 _WORDS = {"tile": "tile {}", "tile_overlap": "overlap {:g}", "batch": "batch {}", "tokens": "tokens {}"}
+_WORDS |= {"frames": "{} frames"}
 
 
 def differing(rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
@@ -325,7 +327,7 @@ class Table(Sequence[Row]):
         --------
         >>> seed_table().to_csv("table.csv")
         >>> seed_table()[:1].to_csv().splitlines()[0]
-        'model,op,phase,height,width,batch,tokens,dtype,...'
+        'model,op,phase,height,width,batch,frames,tokens,dtype,...'
         """
         return write(path, as_csv(self._rows, COLUMNS))
 
