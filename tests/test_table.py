@@ -22,7 +22,8 @@ ROW = {"model": "sdxl", "op": "decode", "height": 512, "width": 768, "batch": 1,
 FULL = ROW | {
     "runtime": "vaemem", "device": "cpu", "source": "measured", "allocated_bytes": 2**53 + 1, "reserved_bytes": 0,
     "weights_bytes": 334_893_056, "activations_bytes": 3, "scratch_bytes": 2, "output_bytes": 1, "seconds": 0.1 + 0.2,
-    "seconds_low": 0.25, "seconds_high": 0.5, "phase": "decode", "frames": 81, "tokens": 77, "way": "offload none, VAE whole",
+    "seconds_low": 0.25, "seconds_high": 0.5, "phase": "decode", "frames": 81, "tokens": 77,
+    "way": "offload none, VAE whole",
     "tile": 512, "tile_overlap": 0.1875,
     "group": 3, "versions": 'vaemem 0.1, "x" | <b>, é', "work": 1.25, "streamed": 0, "limit_bytes": 4,
 }  # fmt: skip
@@ -42,8 +43,8 @@ def mixed() -> Table:
 
 def test_the_columns_that_scripts_rely_on():
     assert COLUMNS == Table.columns == (
-        "model", "op", "phase", "height", "width", "batch", "frames", "tokens", "dtype", "tile", "tile_overlap", "runtime", "way",
-        "device", "source", "allocated_bytes",
+        "model", "op", "phase", "height", "width", "batch", "frames", "tokens", "dtype", "tile", "tile_overlap", "runtime",
+        "way", "device", "source", "allocated_bytes",
         "reserved_bytes", "weights_bytes", "activations_bytes", "scratch_bytes", "output_bytes", "seconds",
         "seconds_low", "seconds_high", "group", "versions", "work", "streamed", "limit_bytes",
     )  # fmt: skip
