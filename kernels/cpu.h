@@ -214,15 +214,16 @@ vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands 
 static inline size_t vm_parts(const vm_cpu *cpu) { return cpu->pairs > 1 ? 2 : 1; }
 
 /* Pixels of the input, normalised and activated, and zero outside the image, and in frames that are not met.
- * vm_load_box: x has planes of [frames][rows][width][16] floats, one for 16 channels, `plane` floats apart and with
- * rows `row` floats apart; or planes of pairs, one for 32 channels. If numbers are split, a second set of planes holds
+ * vm_load_box: x has planes of [frames][rows][width][16] floats, one for 16 channels, `plane` floats apart, with frames
+ * `frame` and rows `row` floats apart; or planes of pairs, one for 32 channels. If numbers are split, a second set of planes holds
  * the rests.
  * vm_load_block: one block of channels as floats.
  * inverse: [frames][rows][width] floats, 1 over the length of each pixel. vm_invert_lengths makes them, adding in the
  * order of the blocks and then of the lanes; vm_load_box calls it. NULL if pixels are not normalised by themselves. */
 size_t vm_planes(const vm_cpu *cpu, size_t channels);
 void vm_invert_lengths(const vm_work *work, const vm_box *box, float *inverse);
-void vm_load_box(const vm_work *work, const vm_box *box, float *inverse, float *x, size_t plane, size_t row);
+void vm_load_box(const vm_work *work, const vm_box *box, float *inverse, float *x, size_t plane, size_t frame,
+                 size_t row);
 void vm_load_block(const vm_work *work, const vm_box *box, const float *inverse, float *x, size_t block, size_t row);
 /* Returns: bytes of the inverse lengths of a tile's input. */
 static inline size_t vm_inverse_bytes(const vm_pass *pass, const vm_grid *grid) {

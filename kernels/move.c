@@ -84,7 +84,7 @@ static void move_tile(const void *context, size_t task, unsigned thread) {
     float *x = (float *)own, *y = (float *)(own + l.y);
     const vm_tile tile = vm_grid_tile(&j->g, task);
     const vm_box input = vm_tile_input(&j->g, &tile), output = vm_tile_output(&j->g, &tile);
-    vm_load_box(&j->work, &input, NULL, x, l.plane, l.row);
+    vm_load_box(&j->work, &input, NULL, x, l.plane, j->g.input_h * l.row, l.row);
     const size_t first = (size_t)output.first, all = p->move.frames;
     for (size_t block = 0; block < VM_BLOCKS(p->y.c); block++) {
         if (p->time == VM_TIME_DOUBLED && first) make_frame(j, &l, x, y, &output, block, 0, 2 * first - 1);

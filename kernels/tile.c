@@ -238,6 +238,11 @@ static line line_of(const vm_work *j, const vm_box *box, size_t i) {
 
 static size_t lines_of(const vm_box *box) { return box->frames * box->rows; }
 
+/* Returns: where line i begins. frame, row: floats between frames, and between rows. */
+static size_t line_at(const vm_box *box, size_t i, size_t frame, size_t row) {
+    return i / box->rows * frame + i % box->rows * row;
+}
+
 void vm_invert_lengths(const vm_work *j, const vm_box *box, float *inverse) {
     enum { SOME = 64 /* pixels of all blocks that are added up at a time */ };
     const vm_pass *p = j->pass;
@@ -263,22 +268,23 @@ void vm_invert_lengths(const vm_work *j, const vm_box *box, float *inverse) {
 }
 
 /* Zeroes the part of a plane that lies outside the image. */
-static void put_padding(const vm_work *j, const vm_box *box, float *x, size_t row) {
+static void put_padding(const vm_work *j, const vm_box *box, float *x, size_t frame, size_t row) {
     const span s = span_of(j, box);
-    for (size_t i = 0; i < lines_of(box); i++, x += row) {
+    for (size_t i = 0; i < lines_of(box); i++) {
         const bool in = line_of(j, box, i).inside;
-        memset(x, 0, (in ? s.left : box->width) * VM_BLOCK * sizeof *x);
-        if (in) memset(x + (s.left + s.pixels) * VM_BLOCK, 0, s.right * VM_BLOCK * sizeof *x);
+        float *to = x + line_at(box, i, frame, row);
+        memset(to, 0, (in ? s.left : box->width) * VM_BLOCK * sizeof *to);
+        if (in) memset(to + (s.left + s.pixels) * VM_BLOCK, 0, s.right * VM_BLOCK * sizeof *to);
     }
 }
 
 /* Loads the pixels of a channel block that lie in the image, in line i of the box. */
 static void put_image(const vm_work *j, const vm_box *box, size_t i, const float *inverse, float *x, size_t block,
-                      size_t plane, size_t row) {
+                      size_t plane) {
     const span s = span_of(j, box);
     const line l = line_of(j, box, i);
     const size_t frame = (size_t)l.frame, y = (size_t)l.y;
-    float *to = x + i * row + s.left * VM_BLOCK;
+    float *to = x + s.left * VM_BLOCK;
     if (!l.inside) return;
     if (j->pass->x_format == VM_ROWS)
         put_row(j, to, block, plane, y, frame * j->pass->x.w + s.x, s.pixels,
@@ -288,22 +294,23 @@ static void put_image(const vm_work *j, const vm_box *box, size_t i, const float
 }
 
 void vm_load_block(const vm_work *j, const vm_box *box, const float *inverse, float *x, size_t block, size_t row) {
-    put_padding(j, box, x, row);
-    for (size_t i = 0; i < lines_of(box); i++) put_image(j, box, i, inverse, x, block, 0, row);
+    put_padding(j, box, x, box->rows * row, row);
+    for (size_t i = 0; i < lines_of(box); i++) put_image(j, box, i, inverse, x + i * row, block, 0);
 }
 
-void vm_load_box(const vm_work *j, const vm_box *box, float *inverse, float *x, size_t plane, size_t row) {
+void vm_load_box(const vm_work *j, const vm_box *box, float *inverse, float *x, size_t plane, size_t frame,
+                 size_t row) {
     const size_t blocks = VM_BLOCKS(j->pass->x.c), planes = vm_planes(j->cpu, j->pass->x.c),
                  set = planes / vm_parts(j->cpu);
     const bool half = j->cpu->pairs && blocks % 2; /* the last block has no neighbour */
     for (size_t p = 0; p < planes; p++) {
         float *to = x + p * plane;
-        if (half && (p + 1) % set == 0) memset(to, 0, ((lines_of(box) - 1) * row + box->width * VM_BLOCK) * sizeof *to);
-        put_padding(j, box, to, row);
+        if (half && (p + 1) % set == 0) memset(to, 0, plane * sizeof *to);
+        put_padding(j, box, to, frame, row);
     }
     if (inverse) vm_invert_lengths(j, box, inverse);
     for (size_t i = 0; i < lines_of(box); i++)
-        for (size_t b = 0; b < blocks; b++) put_image(j, box, i, inverse, x, b, plane, row);
+        for (size_t b = 0; b < blocks; b++) put_image(j, box, i, inverse, x + line_at(box, i, frame, row), b, plane);
 }
 
 /* ---- multiply ---- */

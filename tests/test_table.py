@@ -43,8 +43,8 @@ def mixed() -> Table:
 
 def test_the_columns_that_scripts_rely_on():
     assert COLUMNS == Table.columns == (
-        "model", "op", "phase", "height", "width", "batch", "frames", "tokens", "dtype", "tile", "tile_overlap", "runtime",
-        "way", "device", "source", "allocated_bytes",
+        "model", "op", "phase", "height", "width", "batch", "frames", "tokens", "dtype", "tile", "tile_overlap",
+        "runtime", "way", "device", "source", "allocated_bytes",
         "reserved_bytes", "weights_bytes", "activations_bytes", "scratch_bytes", "output_bytes", "seconds",
         "seconds_low", "seconds_high", "group", "versions", "work", "streamed", "limit_bytes",
     )  # fmt: skip

@@ -227,10 +227,10 @@ static PyObject *peak(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyFloat_FromDouble(flops / (cpu->pairs ? cpu->pairs : 1) / seconds);
 }
 
-static size_t rows_floats(const vm_shape *s) { return VM_BLOCKS(s->c) * VM_BLOCK * s->h * s->w; }
+static size_t rows_floats(const vm_shape *s) { return VM_BLOCKS(s->c) * VM_BLOCK * s->f * s->h * s->w; }
 
 static vm_view whole(void *data, vm_dtype dtype, const vm_shape *s) {
-    return (vm_view){data, dtype, s->w * VM_BLOCK, VM_BLOCKS(s->c) * VM_BLOCK * s->w, SIZE_MAX};
+    return (vm_view){data, dtype, s->f * s->w * VM_BLOCK, VM_BLOCKS(s->c) * VM_BLOCK * s->f * s->w, SIZE_MAX};
 }
 
 /* Returns: floats of an array for a pass's prepared memory and scratch, at any address. */
@@ -244,22 +244,22 @@ static vm_pass_kind kind_of(const char *kind, vm_move *move) {
 }
 
 /* run_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, act, groups, eps, pad, relu), arrays,
- * dtype='float32', precision='highest', by_task=False)
+ * dtype='float32', precision='highest', by_task=False, (xf, yf, slices, skipped, time, turned)=(1, 1, 1, 0, 0, 0))
  * groups: -1 for a pixel norm. arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None
  * for absent ones; all rows. x, y, add and weight are of that dtype (bfloat16 as uint16), the rest float32. */
 static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
-    int up, act, relu, by_task = false;
+    int up, act, relu, by_task = false, time = VM_TIME_SAME, turned = false;
     double seconds = 0;
     PyObject *arrays, *a[10];
     vm_pass p = {.x.f = 1, .y.f = 1, .slices = 1, .x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipinfip)O!|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c,
-                          &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &act, &p.groups, &p.eps,
-                          &p.pad, &relu, &PyTuple_Type, &arrays, vm_py_to_dtype, &dtype, vm_py_to_precision, &precision,
-                          &by_task) ||
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipinfip)O!|O&O&p(nnnnip)", &backend, vm_py_to_threads, &threads, &kind,
+                          &p.x.c, &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &act, &p.groups,
+                          &p.eps, &p.pad, &relu, &PyTuple_Type, &arrays, vm_py_to_dtype, &dtype, vm_py_to_precision,
+                          &precision, &by_task, &p.x.f, &p.y.f, &p.slices, &p.skipped, &time, &turned) ||
         !PyArg_ParseTuple(arrays, "OOOOOOOOOO", &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9]))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
@@ -268,6 +268,8 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     p.up = up;
     p.act = (vm_act)act;
     p.relu = relu;
+    p.time = (vm_time)time;
+    p.turned = turned;
     const bool of_pixels = p.groups == (size_t)-1;
     p.norm = of_pixels ? VM_NORM_PIXEL : p.groups ? VM_NORM_GROUP : VM_NORM_NONE;
     if (of_pixels) p.groups = 0;
@@ -275,8 +277,9 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     p.stats = a[8] != Py_None;
     p.clamp.from = (uint32_t)p.y.c;
     p.scale_channels = p.y.c;
-    const size_t xc = VM_BLOCKS(p.x.c) * VM_BLOCK, yc = VM_BLOCKS(p.y.c) * VM_BLOCK;
-    const vm_weight w = {p.y.c, p.x.c, (size_t)p.ksize};
+    const size_t xc = VM_BLOCKS(p.x.c) * VM_BLOCK;
+    const size_t parts = p.time == VM_TIME_DOUBLED ? 2 : 0, out = parts ? 2 * p.y.c : p.y.c;
+    const vm_weight w = {out, p.x.c, (size_t)p.ksize, .past = p.slices + p.skipped - 1, .frames = true, .parts = parts};
     const bool conv = p.kind == VM_PASS_CONV;
     const vm_limits limits = {threads, 0};
     const vm_manner manner = {b->cut(b, &p, by_task).rows, false, by_task};
@@ -285,7 +288,7 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                              rows_floats(&p.y),
                              rows_floats(&p.y),
                              conv ? vm_packed_bytes(dtype, &w) / vm_dtype_bytes(dtype) : 0,
-                             conv ? yc : 0,
+                             conv ? vm_weight_lanes(&w) : 0,
                              xc,
                              xc,
                              0,
@@ -327,22 +330,23 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 /* needs(backend, threads, kind, shapes, (ksize, stride, up, pad), dtype='float32', precision='highest',
- * by_task=False) -> (scratch floats, y_stats floats) */
+ * by_task=False, (xf, yf, slices, time)=(1, 1, 1, 0)) -> (scratch floats, y_stats floats) */
 static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
-    int up, by_task = false;
+    int up, by_task = false, time = VM_TIME_SAME;
     vm_pass p = {.x.f = 1, .y.f = 1, .slices = 1, .x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipi)|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c, &p.x.h,
-                          &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &p.pad, vm_py_to_dtype, &dtype,
-                          vm_py_to_precision, &precision, &by_task))
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipi)|O&O&p(nnni)", &backend, vm_py_to_threads, &threads, &kind, &p.x.c,
+                          &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &p.pad, vm_py_to_dtype,
+                          &dtype, vm_py_to_precision, &precision, &by_task, &p.x.f, &p.y.f, &p.slices, &time))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
     p.kind = kind_of(kind, &p.move);
     p.up = up;
+    p.time = (vm_time)time;
     p.norm = VM_NORM_PIXEL, p.stats = true; /* the most that the pass can need */
     const vm_limits limits = {threads, 0};
     const vm_needs needed = b->needs(b, &p, &limits, (vm_manner){b->cut(b, &p, by_task).rows, false, by_task});
