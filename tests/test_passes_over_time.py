@@ -20,8 +20,8 @@ WAYS = [
     for backend, usable in _core.backends(*numbers)
     if usable and (numbers[1] == "highest" or pairs_of(backend, *numbers))
 ]
-# (in, out, frames, height, width, side of the filter, time, norm, add, turned, skipped slices). With Winograd's way from
-# 1024 pixels on; channels that fill no block; a single frame, and one more than pairs of frames.
+# (in, out, frames, height, width, side of the filter, time, norm, add, turned, skipped slices). Winograd's way from 1024
+# pixels on; channels that fill no block; a single frame, and one more than pairs of frames.
 CASES = [
     (16, 16, 5, 9, 24, 3, SAME, True, False, False, 0),
     (32, 20, 4, 8, 33, 3, SAME, True, True, True, 0),
@@ -63,6 +63,7 @@ def rows_of(x: np.ndarray) -> np.ndarray:
     return to_rows(np.ascontiguousarray(x.transpose(0, 2, 1, 3)).reshape(c, h, frames * w))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_pass(case, way):

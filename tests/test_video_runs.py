@@ -118,6 +118,7 @@ def test_every_instruction_set(references, backend, how):
     assert error(got, references("wan")("decode", data)) <= limit
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("op", ["decode", "encode"])
 @pytest.mark.parametrize("name", NAMES)
@@ -298,6 +299,7 @@ def test_copies_and_files(tmp_path):
         images.save(tmp_path / "c")
 
 
+@pytest.mark.thorough
 def test_wans_own_names(tmp_path):
     """wan_2.1_vae.safetensors has the names of wan/modules/vae.py, and no config."""
     from safetensors.numpy import save_file
