@@ -9,7 +9,7 @@ int vm_weights_add(vm_model *m, const char *name, size_t dims, const vm_weight *
     if (vm_mem_grow(m->host, VM_WEIGHTS, (void **)&m->tensor, m->tensors, sizeof *m->tensor)) return VM_NONE;
     vm_tensor *t = &m->tensor[m->tensors];
     *t = (vm_tensor){.dims = dims,
-                     .shape = {w->out, w->in, dims > 4 ? w->past + 1 : w->ksize, w->ksize, w->ksize},
+                     .shape = {w->out, w->in, dims > 4 ? (size_t)w->past + 1 : w->ksize, w->ksize, w->ksize},
                      .weight = *w,
                      .offset = m->weights_bytes,
                      .bytes = m->backend->device->weight_bytes(m->backend, w)};

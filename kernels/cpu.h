@@ -215,8 +215,8 @@ static inline size_t vm_parts(const vm_cpu *cpu) { return cpu->pairs > 1 ? 2 : 1
 
 /* Pixels of the input, normalised and activated, and zero outside the image, and in frames that are not met.
  * vm_load_box: x has planes of [frames][rows][width][16] floats, one for 16 channels, `plane` floats apart, with frames
- * `frame` and rows `row` floats apart; or planes of pairs, one for 32 channels. If numbers are split, a second set of planes holds
- * the rests.
+ * `frame` and rows `row` floats apart; or planes of pairs, one for 32 channels. If numbers are split, a second set of
+ * planes holds the rests.
  * vm_load_block: one block of channels as floats.
  * inverse: [frames][rows][width] floats, 1 over the length of each pixel. vm_invert_lengths makes them, adding in the
  * order of the blocks and then of the lanes; vm_load_box calls it. NULL if pixels are not normalised by themselves. */

@@ -269,8 +269,8 @@ typedef struct vm_pass {
     int ksize, stride; /* 3 or 1; 1 or 2. A move to fewer pixels: 2 and 2 */
     int pad;           /* rows of zeros above x, and columns before it; below and after as many as needed */
     bool up;           /* nearest 2x before a 3x3 convolution; or a move to more pixels */
-    size_t slices;     /* frames of x that a frame of y meets, the last at its own time: 1 to 3 */
-    size_t skipped;    /* slices of the stored filter before these: an image meets only the last */
+    uint8_t slices;    /* frames of x that a frame of y meets, the last at its own time: 1 to 3 */
+    uint8_t skipped;   /* slices of the stored filter before these: an image meets only the last */
     vm_time time;
     bool turned; /* rows are the picture's columns: filters and the user's pixels are transposed */
     vm_move move;
@@ -391,9 +391,9 @@ static inline VM_ANYWHERE float vm_blended(const vm_blend_args *a, size_t plane,
 typedef struct vm_weight {
     size_t out, in, ksize;
     bool vector, up; /* up: of a convolution after nearest 2x */
-    size_t past;     /* (out, in, past + 1, ksize, ksize): slices for earlier frames, then the last */
     bool frames;     /* keeps all slices; otherwise only the last, which is all that one frame meets */
-    size_t parts;    /* 0, or 3 or 2 convolutions, one after another: the channels of each begin a new block */
+    uint8_t past;    /* (out, in, past + 1, ksize, ksize): slices for earlier frames, then the last */
+    uint8_t parts;   /* 0, or 3 or 2 convolutions, one after another: the channels of each begin a new block */
 } vm_weight;
 
 /* Returns: slices that are kept. */

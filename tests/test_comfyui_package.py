@@ -339,14 +339,16 @@ def test_a_card_is_freed_first_and_may_fail(vae, z, monkeypatch):
     """A stand-in for the card: the engine on the CPU. Without one the CPU decodes, and the notes say so."""
     load, asked, want = vaemem.VAE.load, [], vae.decode(z)
 
-    def load_here(tensors, parts, device, dtype):
+    def load_here(tensors, parts, device, dtype, videos):
         asked.append((device, dtype))
         if device != "cpu" and fails:
             raise MemoryError("the card is full")
         return load(tensors, parts=parts)
 
     monkeypatch.setattr(
-        comfyui_vae, "choose_device", lambda vae, place=ANYWHERE: "cpu" if place.device == "cpu" else "cuda:0"
+        comfyui_vae,
+        "choose_device",
+        lambda vae, place=ANYWHERE, is_video=False: "cpu" if place.device == "cpu" else "cuda:0",
     )
     monkeypatch.setattr(comfyui_vae.VAE, "load", load_here)
     vae.vae_dtype, vae.memory_used_decode, fails, manager = torch.bfloat16, lambda shape, dtype: 1000, False, Manager()

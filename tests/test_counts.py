@@ -31,6 +31,7 @@ from vaemem import (
 from vaemem._render import Shown
 
 ONE, SIDES, LIMIT = {"batch": 1}, {"height": 64, "width": 64}, {"memory_limit": 64 << 20}
+FEW = {"frames": 1}
 CARD = {"gpu": "RTX 3060", "memory": 12 << 30, "used": 1 << 20}
 PIPELINE = SIDES | CARD | ONE | {"prompt_tokens": 77, "steps": 2}
 
@@ -142,22 +143,26 @@ CALLS = {
     "Tiling": (lambda **given: Tiling(**given), {"sample_size": 64}),
     "VAE.decode": (lambda **given: vae().decode(latents(vae(), 4, 4), **given), LIMIT | {"size": (13, 14)}),
     "VAE.encode": (lambda **given: vae().encode(images(16, 16), **given).mode(), LIMIT),
-    "VAE.estimate": (lambda **given: vae().estimate("decode", **given), SIDES | LIMIT | ONE),
-    "VAE.largest": (lambda **given: vae().largest("decode", **given), ONE | {"memory_limit": 8 << 20}),
+    "VAE.estimate": (lambda **given: vae().estimate("decode", **given), SIDES | LIMIT | ONE | FEW),
+    "VAE.largest": (lambda **given: vae().largest("decode", **given), ONE | FEW | {"memory_limit": 8 << 20}),
     "VAE.largest_batch": (
         lambda **given: vae().largest_batch("encode", **given),
-        SIDES | {"memory_limit": 8 << 20},
+        SIDES | FEW | {"memory_limit": 8 << 20},
+    ),
+    "VAE.largest_frames": (
+        lambda **given: small_vae("wan").largest_frames("decode", **given),
+        SIDES | ONE | {"memory_limit": 8 << 20},
     ),
     "VAE.random": (lambda **given: VAE.random(config=vae().arch, **given).state_dict()["quant_conv.bias"], {"seed": 1}),
-    "VAE.smallest": (lambda **given: vae().smallest("decode", **given), SIDES | ONE),
-    "VAE.tradeoff": (lambda **given: vae().tradeoff("decode", **given), SIDES | ONE),
+    "VAE.smallest": (lambda **given: vae().smallest("decode", **given), SIDES | ONE | FEW),
+    "VAE.tradeoff": (lambda **given: vae().tradeoff("decode", **given), SIDES | ONE | FEW),
     "bound": (
         lambda **given: str(bound("comfyui", "flux", "float16", **given)),
         {"memory": 24 << 30, "sides": [256, 512]},
     ),
     "estimate_sweep": (
         lambda **given: estimate_sweep(vae(), "decode", **given).to_csv(),
-        {"sizes": [64, (64, 32)], "batch": [1, 2]} | LIMIT,
+        {"sizes": [64, (64, 32)], "batch": [1, 2]} | LIMIT | FEW,
     ),
     "formula": (lambda **given: str(formula("sdxl", "decode", **given)), SIDES),
     "largest_batch": (lambda **given: largest_batch("sdxl", "encode", **given), SIDES | CARD),
@@ -179,7 +184,10 @@ CALLS = {
         lambda available: vaemem.plot.pipeline(predict_pipeline("sd15", 64, 64), available),
         {"available": 1 << 34},
     ),
-    "predict": (lambda **given: predict("sdxl", "decode_tiled", **given).to_json(), SIDES | CARD | ONE | {"tile": 64}),
+    "predict": (
+        lambda **given: predict("sdxl", "decode_tiled", **given).to_json(),
+        SIDES | CARD | ONE | FEW | {"tile": 64},
+    ),
     "predict_largest": (lambda **given: predict_largest("sdxl", "decode", **given), CARD | ONE),
     "predict_peak": (predict_peak, {"used": 1 << 20}),
     "predict_pipeline": (lambda **given: predict_pipeline("sd15", **given).to_json(), PIPELINE),
@@ -214,7 +222,7 @@ CALLS = {
     ),
     "OffloadStrategy": (lambda **given: offload(**given)._margin, {"margin": 1 << 30}),
     "replay": (lambda **given: str(replay(snapshot(), **given)), {"device": 0}),
-    "tradeoff": (lambda **given: tradeoff("sd15", "decode", **given).to_csv(), SIDES | ONE),
+    "tradeoff": (lambda **given: tradeoff("sd15", "decode", **given).to_csv(), SIDES | ONE | FEW),
 }
 # Values that vaemem makes: nobody calls these.
 MADE = {"DeviceArray", "Encoded", "MeasuredPhase", "ModulePrediction", "Replay", "Run"}

@@ -20,7 +20,7 @@ WAYS = [
     for backend, usable in _core.backends(*numbers)
     if usable and (numbers[1] == "highest" or pairs_of(backend, *numbers))
 ]
-# (in, out, frames, height, width, side of the filter, time, norm, add, turned, skipped slices). Winograd's way from 1024
+# (in, out, frames, height, width, side of the filter, time, norm, add, turned, skipped slices). Winograd from 1024
 # pixels on; channels that fill no block; a single frame, and one more than pairs of frames.
 CASES = [
     (16, 16, 5, 9, 24, 3, SAME, True, False, False, 0),

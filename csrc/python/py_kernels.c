@@ -256,7 +256,7 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     vm_pass p = {.x.f = 1, .y.f = 1, .slices = 1, .x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipinfip)O!|O&O&p(nnnnip)", &backend, vm_py_to_threads, &threads, &kind,
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipinfip)O!|O&O&p(nnbbip)", &backend, vm_py_to_threads, &threads, &kind,
                           &p.x.c, &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &act, &p.groups,
                           &p.eps, &p.pad, &relu, &PyTuple_Type, &arrays, vm_py_to_dtype, &dtype, vm_py_to_precision,
                           &precision, &by_task, &p.x.f, &p.y.f, &p.slices, &p.skipped, &time, &turned) ||
@@ -338,7 +338,7 @@ static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
     vm_pass p = {.x.f = 1, .y.f = 1, .slices = 1, .x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipi)|O&O&p(nnni)", &backend, vm_py_to_threads, &threads, &kind, &p.x.c,
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipi)|O&O&p(nnbi)", &backend, vm_py_to_threads, &threads, &kind, &p.x.c,
                           &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &p.pad, vm_py_to_dtype,
                           &dtype, vm_py_to_precision, &precision, &by_task, &p.x.f, &p.y.f, &p.slices, &time))
         return NULL;

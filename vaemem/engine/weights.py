@@ -148,6 +148,8 @@ def _load_from(
     is_guessed = arch is None
     if parts == "all" and (half := tiny.HALVES.get(layout)):
         raise ArgumentError("", ("both halves, or ", Named("parts", half)), f"a file of the {half} alone")
+    if videos is None and not any(".time_conv." in name for name in shapes):
+        videos = False  # a file that was cut to what images need
     arch = with_videos(arch or layouts.detect(shapes, parts)[2], videos, config, where)
     spelt = _match_names(source, arch, parts, layout, prefix, is_guessed)
     result = _core.Model(arch, parts, **where)

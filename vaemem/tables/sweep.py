@@ -257,10 +257,11 @@ def tradeoff(
     """
     choose("ops", op, OPS)
     ((model, kind),) = _models([model], meant("dtype", dtype, DTYPES))
-    vae = _vae(model, "cpu", kind, precision, frames != 1)
+    shown = _shown(frames)
+    vae = _vae(model, "cpu", kind, precision, shown is not None)
     runs, last = vae.tradeoff(op, height, width, batch, frames=frames), vae.last_run
     speed = last.seconds / sum(last.flops) if last and last.op == op and last.seconds and vae.device == "cpu" else None
-    case = Case(op, height, width, batch, None if frames == 1 else frames)
+    case = Case(op, height, width, batch, shown)
     rows = [_row(vae, case, "estimated", run, limited=True) for run in runs]
     return Table(row | {"seconds": speed and sum(run.flops) * speed} for row, run in zip(rows, runs, strict=True))
 
@@ -284,8 +285,13 @@ def _several(argument: str, values: Any, single: type | tuple[type, ...] = str) 
     return found
 
 
+def _shown(frames: int) -> int | None:
+    """Return the frames of a video, or None for images."""
+    return shown if (shown := whole("frames", frames)) > 1 else None
+
+
 def _cases(ops: Any, sizes: Any, batch: Any, known: Sequence[str], frames: int = 1) -> list[Case]:
-    shown = whole("frames", frames) if frames != 1 else None
+    shown = _shown(frames)
     found, pairs = chosen("ops", _several("ops", ops), known), image_sizes(_several("sizes", sizes, int))
     batches = [whole("batch", one) for one in _several("batch", batch, ())]
     return [Case(op, height, width, n, shown) for op, n, (height, width) in itertools.product(found, batches, pairs)]
