@@ -15,6 +15,7 @@ from vaemem._common import shipped
 from vaemem.out_of_memory import clues, kinds, messages
 from vaemem.out_of_memory.parts import A_VAE, ATTENTIONS
 from vaemem.out_of_memory.sizes import list_sizes, rank_of
+from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_run import PipelineRun
 from vaemem.prediction.runtimes import architecture
 from vaemem.sdcpp.graphs import graph
@@ -603,3 +604,11 @@ def test_a_long_log_is_read_at_once():
         assert "outside PyTorch's allocator" in explain(text).to_text(width=999)
     with refused("gpu"):
         vaemem.predict("sdxl", "decode", 512, 512, gpu="- " * 10_000)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_message_about_any_pipeline(pipeline):
+    """Also about one whose VAE is a recorded module. No file's name is shown."""
+    said = str(explain("CUDA out of memory. Tried to allocate 2.00 GiB", model=pipeline, gpu="RTX 4090"))
+    assert said and ".vaemem" not in said

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vaemem import _core
 from vaemem._common import MIB, OPS, meant
 from vaemem._errors import ArgumentError
 from vaemem._render import Actions, Block, Bullets, Sheet, Shown, Sizer, in_gb
@@ -23,12 +24,12 @@ from vaemem.out_of_memory.refusals import AGREES, PLAYED
 from vaemem.out_of_memory.runs import ALIKE, TELLING, Found, Match, find_runs, predict_rounded
 from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Size
 from vaemem.pipelines.by_diffusers import PipelinePrediction
-from vaemem.pipelines.components import PIPELINES, known_pipeline
+from vaemem.pipelines.components import PIPELINES, is_vae, known_pipeline
 from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.gpus import Gpu, coarse_names, find_gpu, gpu_names
 from vaemem.prediction.predict import Prediction, shell_command
 from vaemem.prediction.request import Card
-from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN
+from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN, architecture
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION
 
 MOST_MATCHES = 5
@@ -190,7 +191,7 @@ def _find_asked(
             except ArgumentError:
                 if not models and (not pipelines or pipelines == list(clues.pipelines)):
                     raise
-        vaes = [PIPELINES[name].parts["vae"] for name in pipelines]
+        vaes = [name for name in map(_vae_of, pipelines) if name]
         if not models or WAN in vaes:
             models = vaes[:1]
     models = [name for name in models if name != WAN]
@@ -206,6 +207,13 @@ def _find_asked(
     if not is_named:
         models, pipelines = [*ALIKE], [*PIPELINES]
     return _Asked(models, pipelines, ops, runtimes, cards, is_named)
+
+
+def _vae_of(pipeline: str) -> str:
+    """Return the name of a pipeline's VAE; "" for one without a name, which only the pipeline's runs have."""
+    vae = PIPELINES[pipeline].parts["vae"]
+    name = architecture(vae)["name"] if is_vae(vae) else ""
+    return name if name == WAN or name in _core.models() else ""
 
 
 def _has_size(card: Gpu, message: OomMessage) -> bool:
