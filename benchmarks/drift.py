@@ -4,7 +4,8 @@
     COMFYUI=path python benchmarks/drift.py comfyui/NAME ...     # of vaemem/data/workflows; "comfyui/" for all
 
 Each runs at a few sizes that were not fitted. It exits with 1 if anything differs, or does not run. Then record the row
-again (record_rows.py, record_workflows.py), and read what changes in answers.
+again (record_rows.py, record_workflows.py, record_pipelines.py), and read what changes in answers. Of pipelines with
+texts, what they themselves do is compared; record_modules.py records what their components do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from record_rows import FOLDER
 
+from vaemem.pipelines.components import PIPELINES
 from vaemem.prediction.recordings import SUFFIX
 
 WORKFLOWS, COMFYUI = FOLDER.parent / "workflows", "comfyui/"
@@ -26,6 +28,8 @@ def drift_of(name: str) -> list[str]:
     from vaemem.pytorch.pipeline_files import find_drift  # it needs the list of facts
 
     folder, own = (WORKFLOWS if name.startswith(COMFYUI) else FOLDER), name.removeprefix(COMFYUI)
+    if folder is FOLDER and not (folder / f"{own}{SUFFIX}").exists():
+        return _drift_of_texts(own)
     contents: dict[str, Any] = json.loads((folder / f"{own}{SUFFIX}").read_text("utf-8"))
     if folder is FOLDER:
         return find_drift(json.loads((folder / f"{own}.json").read_text("utf-8")), contents)
@@ -35,11 +39,23 @@ def drift_of(name: str) -> list[str]:
     return find_drift(row, contents, workflow)
 
 
+def _drift_of_texts(name: str) -> list[str]:
+    from record_pipelines import check
+
+    found = []
+    for is_begun in (False, True)[: 1 + PIPELINES[name].begins]:
+        try:
+            check(name, is_begun)
+        except ValueError as error:
+            found.append(f"{'with an image: ' * is_begun}{error}")
+    return found
+
+
 def names(asked: list[str]) -> list[str]:
     """Return the names of recordings. Without any: all of the packaged pipelines."""
     if asked == [COMFYUI]:
         return sorted(f"{COMFYUI}{path.stem}" for path in WORKFLOWS.glob(f"*{SUFFIX}"))
-    return asked or sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
+    return asked or sorted(PIPELINES)
 
 
 def main() -> int:

@@ -189,7 +189,9 @@ def _record_module(
 
     def run(m: Any, *args: Any, **kwargs: Any) -> Any:
         call = m if called.method == "forward" else getattr(m, called.method)
-        given = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs))}
+        # With numbers: a cache among the arguments may drop a tensor, and an output may then have its address.
+        addresses = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs))}
+        given = {(address, recorder.number_of(address)) for address in addresses}
         return _kept(recorder, call(*args, **kwargs), called.kept, given)
 
     with layers:
@@ -200,11 +202,15 @@ def _record_module(
     return recording.trace, [*notes, *(f"{name} {asked}" for name in recorder.guesses)]
 
 
-def _kept(recorder: ContentsRecorder, output: Any, kept: Sequence[int], given: Container[int]) -> list[torch.Tensor]:
-    """Return the outputs that are kept, by the order in which their storages were made. given: storages of arguments"""
+def _kept(
+    recorder: ContentsRecorder, output: Any, kept: Sequence[int], given: Container[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """Return the outputs that are kept, by the order in which their storages were made. given: addresses and
+    numbers of arguments"""
     by_storage = {x.untyped_storage()._cdata: x for x in tensors_in(output)}
     made = sorted(
-        (address for address in by_storage if address not in given), key=lambda address: recorder.number_of(address)
+        (address for address in by_storage if (address, recorder.number_of(address)) not in given),
+        key=lambda address: recorder.number_of(address),
     )
     return [by_storage[made[place]] for place in kept]
 
@@ -623,11 +629,12 @@ def _find_changes(pipe: Any, calls: _Calls) -> list[int]:
         return [*map(pipe.steps_before_change, range(1, _MOST_STEPS + 1))] if pipe.steps_before_change(2) < 2 else []
     *_, at = calls.points(_POINTS[:1], _POINTS[:1])
 
-    def count(*steps: int) -> list[int]:
+    def count(*steps: int) -> list[tuple[int, int]]:
         asked = [calls.ask(pipe, at | {"s": number}) for number in steps]
         return [count_before_change(call.events) for call in _record(pipe, asked, None, calls.pieces, True)]
 
-    return [] if count(_TRIED_STEPS) == [_TRIED_STEPS] else count(*range(1, _MOST_STEPS + 1))
+    ((before, steps),) = count(_TRIED_STEPS)  # a scheduler may do one step less than asked
+    return [] if before == steps else [before for before, _ in count(*range(1, _MOST_STEPS + 1))]
 
 
 def _lengthened(steps: int, changes: Sequence[int]) -> int:

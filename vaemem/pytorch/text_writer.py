@@ -69,12 +69,13 @@ def _split(events: Sequence[Event]) -> list[list[Event]]:
     return parts if len(parts) > 1 else [*parts, []]
 
 
-def count_before_change(events: Sequence[Event]) -> int:
-    """Count the steps before the first one that calls other denoisers than the first step; all if there is none."""
+def count_before_change(events: Sequence[Event]) -> tuple[int, int]:
+    """Count the steps before the first one that calls other denoisers than the first step, which are all if there is
+    none; and all steps."""
     *steps, _ = _split(events)
     words = ([event.words for event in step if event.kind == "call"] for step in steps)
     roles = [[role for role, method, _ in calls if phase_of(role, method) == "denoise"] for calls in words]
-    return next((number for number, called in enumerate(roles) if called != roles[0]), len(steps))
+    return next((number for number, called in enumerate(roles) if called != roles[0]), len(steps)), len(steps)
 
 
 def _name_steps(parts: Sequence[list[Event]], before: int) -> tuple[list[list[Event]], list[str]]:
