@@ -48,6 +48,14 @@ CASES = [  # pipeline, whether it begins with an image, side, images, steps, GPU
     ("flux-kontext", False, 1024, 2, 1, "RTX 4090"),
     ("flux-fill", False, 768, 1, 1, "RTX 4090"),
     ("flux2-klein", False, 768, 1, 2, "H200"),
+    ("flux2-klein-base", False, 768, 1, 2, "H200"),
+    ("flux2-klein-9b", False, 768, 1, 2, "H200"),
+    ("flux2-klein-base-9b", False, 768, 1, 2, "H200"),
+    ("flux2", False, 768, 1, 1, "H200"),
+    ("flux-schnell", False, 768, 1, 1, "H200"),
+    ("sd35-large", False, 768, 1, 2, "H200"),
+    ("zimage", False, 768, 1, 2, "RTX 4090"),
+    ("zimage-turbo", False, 768, 1, 2, "RTX 4090"),
 ]
 
 
