@@ -260,14 +260,19 @@ def _write_group(
     return [(group, {"sizes": fit.polynomials, **lists})]
 
 
+def _make_tables(module: torch.nn.Module, calls: Sequence[tuple[Values, ComponentCall]]) -> None:
+    """Call a component once for each label: it may keep tables, which are there from the second call on."""
+    for called in {called.label: called for _, called in calls}.values():
+        _record_module(module, called)
+
+
 def _write_module(
     module: torch.nn.Module, dtype: str, calls: Sequence[tuple[Values, ComponentCall]], padded: int
 ) -> tuple[dict[str, Any], list[str]]:
     """Write a component's program from its calls at several points. Return also the recordings' notes. padded: as of
     `_Calls`"""
     known, notes = dict[tuple[Any, ...], Any](), dict[str, None]()
-    for called in {called.label: called for _, called in calls}.values():
-        _record_module(module, called)  # it may keep tables: from the second call on they are there
+    _make_tables(module, calls)
     recorded = list[tuple[dict[str, int], Any]]()
     for at, called in calls:
         key = called.label, *shapes_of_all(called)
@@ -516,10 +521,11 @@ def find_drift(row: Mapping[str, Any], contents: Mapping[str, Any], pipe: Any = 
             check_text(PipelineText(contents["text"]), at, call.events, all_of.variables)
     for role, data in contents["modules"].items():
         with _noting(found):
-            if data["weights"] != weights_text(modules[role], getattr(torch, _type_of(modules[role]))):
+            dtype = next(iter(data["calls"])).split(";")[0]
+            if data["weights"] != weights_text(modules[role], getattr(torch, dtype)):
                 raise ArgumentError(role, "the recorded weights", "others")
-            called = all_of.calls_of(role, all_of.checked)
-            _check_module(role, data, modules[role], next(iter(data["calls"])).split(";")[0], called)
+            _make_tables(modules[role], all_of.calls_of(role, all_of.fitted))
+            _check_module(role, data, modules[role], dtype, all_of.calls_of(role, all_of.checked))
     return found
 
 
