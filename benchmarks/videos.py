@@ -117,7 +117,9 @@ def main() -> None:
                 row |= ours(size, frames, dtype) | theirs(size, frames, dtype)
             else:
                 row |= times(size, frames, dtype, args.rounds, args.threads)
-            rows.append({key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()})
+            rows.append(
+                {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
+            )
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     write_csv(f"videos_{args.what}.csv", rows)
 
