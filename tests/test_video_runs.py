@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import sys
 import threading
 
 import numpy as np
@@ -12,7 +14,7 @@ from engine import BACKENDS, FRAMES, config, error, run_core, small_vae
 from errors import refused
 
 import vaemem
-from vaemem import VAE, _core
+from vaemem import VAE, Tiling, _core
 from vaemem._common import frames_factor, latent_factor
 from vaemem.engine.configs import config_of
 
@@ -400,8 +402,58 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
         "decode z.npy --weights vae -o a.png", "decode z.npy --weights vae -o a.mp4 --tile 32",
         "encode bad.mp4 --weights vae -o e.npy", "encode gone.mp4 --weights vae -o e.npy",
         "encode empty --weights vae -o e.npy", "encode frames-0 frames-1 --weights vae -o e.npy",
+        "encode a-0.mp4 --weights vae -o latents/",
     ):  # fmt: skip
         assert main(line.split()) == 2 and capsys.readouterr().err
+    np.save("one.npy", z[:1, :, :1])
+    assert main("decode one.npy --weights vae --scaled -o one.png".split()) == 0 and os.path.isfile("one.png")
+    assert main("decode one.npy --weights vae --scaled -o one.v2/".split()) == 0
+    assert os.listdir("one.v2") == ["00000.png"]
+
+
+def test_a_target_is_refused_before_the_run(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("av")
+    from vaemem.__main__ import main
+
+    vae = video_vae()
+    vae.save(tmp_path / "vae")
+    monkeypatch.chdir(tmp_path)
+    np.save("z.npy", latents(vae, 2, 4, 6))
+    os.mkdir("kept")
+    (tmp_path / "kept" / "00009.png").write_text("of another video")
+    (tmp_path / "file").write_text("no folder")
+    os.mkdir("folder.mp4")
+    (tmp_path / "folder.mp4" / "1.png").write_text("of another video")
+    monkeypatch.setattr(VAE, "decode", lambda *_, **__: pytest.fail("a run"))
+    monkeypatch.setattr(VAE, "load", lambda *_, **__: pytest.fail("a load"))
+    for given, words in (
+        ("-o gone/a.mp4", "gone"), ("-o file", "file"), ("-o kept", "a folder without pictures"),
+        ("-o folder.mp4", "a folder without pictures"), ("-o a.mp4 --size 15x16", "even sides"),
+        ("-o new --fps 8", "for video files"), ("-o a.mp4 --fps 0", "0.01"), ("-o a.mp4 --fps nan", "0.01"),
+    ):  # fmt: skip
+        try:
+            code = main(f"decode z.npy --weights vae --scaled {given}".split())
+        except SystemExit as error:  # of a flag's value
+            code = error.code
+        assert code == 2 and words in capsys.readouterr().err, given
+    monkeypatch.setitem(sys.modules, "av", None)
+    assert main("decode z.npy --weights vae --scaled -o a.mp4".split()) and "av" in capsys.readouterr().err
+
+
+def test_bytes_of_pytorch_and_tiles_of_videos():
+    torch = pytest.importorskip("torch")
+    vae = video_vae()
+    x = np.random.default_rng(1).integers(0, 256, (1, 6, 16, 24, 3), np.uint8)
+    assert np.array_equal(vae.encode(torch.from_numpy(x)).mode(), vae.encode(x).mode())
+    assert any("frames" in note for note in vae.last_run.notes)
+    with refused("tiling", names=["None for videos"]):
+        vae.estimate("decode", 128, 128, frames=5, tiling=Tiling(64))
+    with refused("tiling", names=["None for videos"]):
+        vae.decode(latents(vae, 1, 16, 16), tiling=Tiling(64))
+    images = VAE.random(config=CONFIGS["wan"], videos=False)
+    for count in (3, 4, 5):
+        with refused("x", names=["one frame"]):
+            images.encode(x[:, :count])
 
 
 def drop_in_of(name: str = "wan"):

@@ -131,9 +131,10 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     from vaemem.engine.latents import read_latents
 
     z = read_latents(args.latents)
-    if z.ndim == 5:
+    if z.ndim == 5 and (z.shape[2] != 1 or videos.is_video_name(args.out)):
         _decode_videos(args, asked, z)
         return
+    z = z[:, :, 0] if z.ndim == 5 else z
     stem, suffix = os.path.splitext(args.out)
     known = _written(need("PIL.Image", "decode"))
     if suffix.lower() not in known:
@@ -153,12 +154,13 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 def _decode_videos(args: argparse.Namespace, asked: dict[str, Any], z: Any) -> None:
     """Decode latents of videos to video files, or to folders of PNG files."""
     folders.refuse_flags(args, "tiling", "cannot be used for a video", "give a memory limit: it is exact")
-    videos.check_video_name(args.out)
+    names = videos.names_of(args, z.shape)
     with _loaded(args, videos.asked_for(asked, z.shape[2]), "decoder") as vae:
         with _shown_progress(args) as tell:
             made = vae.decode(z, args.scaled, "uint8", tell, size=args.size, memory_limit=args.memory_limit)
-        for i, frames in enumerate(made):
-            print(videos.write_frames(args, frames, f"-{i}" if len(made) > 1 else ""))
+        for name, frames in zip(names, made, strict=True):
+            videos.write_frames(name, frames, args.fps)
+            print(name)
         _print_run(args, vae)
 
 
@@ -176,6 +178,7 @@ def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> int | None:
     import numpy as np
 
     if not args.out.endswith(".npy"):
+        videos.refuse_videos(args)
         if os.path.splitext(args.out)[1] and not os.path.isdir(args.out):
             raise ArgumentError("out", "a name that ends in .npy, or a folder", repr(args.out))
         return folders.encode_folder(args, asked)

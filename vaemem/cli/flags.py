@@ -52,6 +52,16 @@ def positive(text: str) -> int:
     return number
 
 
+def _rate(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.01 <= number <= 1000:
+        raise argparse.ArgumentTypeError(f"expected a number from 0.01 to 1000, got {text[:80]!r}")
+    return number
+
+
 def _sample(text: str) -> int | str:
     return text if text in ("mean", "moments") else count(text)
 
@@ -152,7 +162,7 @@ FLAGS: dict[str, FlagSettings] = {
     "progress": _flag("Show a progress bar.", action="store_true"),
     "latents": _flag("Latents as .npy, .safetensors, ComfyUI's .latent, .pt or .pth; or a folder of latents.",
         metavar="LATENTS"),
-    "fps": _flag("Frames of a video in one second.", type=float, metavar="N", default=16.0),
+    "fps": _flag("Frames of a video file in one second.", type=_rate, metavar="N", default=16.0),
     "images": _flag("Files that Pillow reads; for an .npy, all of one size. Or one video, or a folder of "
         "its frames. For a folder also folders, globs, .tar files (WebDataset) and .parquet files with a column of "
         "images.", nargs="+", metavar="SOURCE"),

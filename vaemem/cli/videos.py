@@ -4,37 +4,69 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vaemem._common import saved
+from vaemem._common import need, saved
 from vaemem._errors import ArgumentError
 from vaemem._numpy import np
-from vaemem._saving import write
+from vaemem._saving import check_writable, write
+from vaemem.cli.folders import refuse_flags
 from vaemem.engine import video_files
 from vaemem.engine.images import to_pillow
 
 
-def check_video_name(path: str) -> None:
-    """Refuse a name that is of no video and of no folder."""
-    if os.path.isdir(path) or Path(path).suffix.lower() in ("", *video_files.VIDEO_SUFFIXES):
-        return
-    ends = " ".join(video_files.VIDEO_SUFFIXES)
-    raise ArgumentError("out", f"for a video a name that ends in one of {ends}, or a folder", repr(path))
+def is_video_name(path: str) -> bool:
+    """Return whether a name is of a video file or of a folder."""
+    return _is_folder(path) or Path(path).suffix.lower() in video_files.VIDEO_SUFFIXES
 
 
-def write_frames(args: argparse.Namespace, frames: np.ndarray, number: str) -> str:
-    """Write a video, uint8 (F, H, W, 3), to a file or a folder of PNG files, with a number if there are several; return
-    its name."""
-    stem, suffix = os.path.splitext(args.out)
-    name = f"{stem}{number}{suffix}"
-    if not suffix:
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) or path.endswith(("/", os.sep)) or not Path(path).suffix
+
+
+def names_of(args: argparse.Namespace, shape: Sequence[int]) -> list[str]:
+    """Return the names to write videos to: files, or folders of PNG files. With a number if there are several. Refuse
+    now what would be refused after the run. shape: of the latents"""
+    if not is_video_name(args.out):
+        ends = " ".join(video_files.VIDEO_SUFFIXES)
+        raise ArgumentError("out", f"for a video a name that ends in one of {ends}, or a folder", repr(args.out))
+    stem, suffix = (os.path.normpath(args.out), "") if _is_folder(args.out) else os.path.splitext(args.out)
+    names = [f"{stem}{f'-{i}' * (shape[0] > 1)}{suffix}" for i in range(shape[0])]
+    if suffix:
+        need("av", "writing a video")
+        if args.size and (args.size[0] % 2 or args.size[1] % 2):
+            raise ArgumentError("size", "even sides for a video file", "{}x{}".format(*args.size))
+    else:
+        need("PIL.Image", "decode")
+        refuse_flags(args, "fps", "is for video files")
+    for name in names:
+        if suffix:
+            check_writable(name)
+            continue
         os.makedirs(name, exist_ok=True)
-        for i, frame in enumerate(frames):
-            write(os.path.join(name, f"{i:05}.png"), saved(to_pillow(frame[None])[0].save, format="png"))
-        return name
-    video_files.write_video(name, frames, args.fps)
-    return name
+        if video_files.pictures_in(name):
+            raise ArgumentError(
+                "out", "a folder without pictures", repr(name), "its pictures would be mixed with the video's"
+            )
+    return names
+
+
+def write_frames(name: str, frames: np.ndarray, fps: float) -> None:
+    """Write a video, uint8 (F, H, W, 3), to a file or into a folder."""
+    if not _is_folder(name):
+        video_files.write_video(name, frames, fps)
+        return
+    for i, frame in enumerate(frames):
+        write(os.path.join(name, f"{i:05}.png"), saved(to_pillow(frame[None])[0].save, format="png"))
+
+
+def refuse_videos(args: argparse.Namespace) -> None:
+    """Refuse video files, where latents do not go to one file."""
+    for path in args.images:
+        if Path(path).suffix.lower() in video_files.VIDEO_SUFFIXES and not os.path.isdir(path):
+            raise ArgumentError("out", "for a video a name that ends in .npy", repr(args.out))
 
 
 def read_frames(args: argparse.Namespace) -> Any:

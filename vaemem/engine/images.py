@@ -120,10 +120,11 @@ def whole_frames(x: Any, each: int) -> tuple[Any, Notes]:
     """Return a video (N, C, F, H, W) or uint8 (N, F, H, W, C) without the last frames that fill no latent frame: F
     becomes 1 more than a multiple of `each`. diffusers drops them too. Anything else is returned unchanged."""
     shape = np.shape(x)
-    if len(shape) != 5 or shape[1 if getattr(x, "dtype", None) == np.uint8 else 2] < 1:
+    if len(shape) != 5:
         return x, ()
-    axis = 1 if x.dtype == np.uint8 else 2
-    if not (dropped := (shape[axis] - 1) % each):
+    x = x if hasattr(x, "dtype") else np.asarray(x)
+    axis = 1 if str(x.dtype).endswith("uint8") else 2  # also PyTorch's type
+    if shape[axis] < 1 or not (dropped := (shape[axis] - 1) % each):
         return x, ()
     kept = shape[axis] - dropped
     index = (slice(None),) * axis + (slice(kept),)

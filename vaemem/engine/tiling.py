@@ -69,6 +69,11 @@ class Tiling:
         return f"Tiling({', '.join(f'{name}={value!r}' for name, value in given)})"
 
 
+def images_tiled(tiling: Tiling) -> ArgumentError:
+    """Make the error for tiles of a video."""
+    return ArgumentError("tiling", "None for videos", repr(tiling), ("use ", Named("memory_limit"), ": it is exact"))
+
+
 def cut(
     runner: Runner, tiling: Tiling | None, sample_size: int | None, request: Mapping[str, Any], limit: int
 ) -> _Tiles | None:
@@ -79,6 +84,8 @@ def cut(
         return None
     if not isinstance(tiling, Tiling):
         raise ArgumentTypeError("tiling", "a vaemem.Tiling or None", type(tiling).__name__)
+    if request["frames"] > 1:
+        raise images_tiled(tiling)
     if limit:
         exact = "a limit is exact and tiles are not"
         raise ArgumentError("memory_limit", ("no limit with ", Named("tiling"), f" ({exact})"), "both")

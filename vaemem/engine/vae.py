@@ -19,7 +19,7 @@ from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
 from vaemem.engine.model import Model
 from vaemem.engine.records import Encoded, Run, make_run
-from vaemem.engine.tiling import Tiling, advise_tiles, cut
+from vaemem.engine.tiling import Tiling, advise_tiles, cut, images_tiled
 
 
 class VAE(Model):
@@ -243,7 +243,7 @@ class VAE(Model):
         if pad is not None and self._device and Device.holds(x):
             raise ArgumentError("pad", "an array in host memory", "one in a GPU's", "pad it there, or copy it")
         latents = self._latents(x) if flag("scaled", scaled) else None
-        x, dropped = images.whole_frames(x, frames_factor(self.arch))
+        x, dropped = images.whole_frames(x, frames_factor(self.arch) if self.arch.get("videos") else 1)
         padded, done = images.pad(x, pad, self._runner.factor)
         arrays = self._arrays("encode", padded, "", None, latents)
         arrays.notes = (*notes, *dropped, *done)
@@ -474,9 +474,7 @@ class VAE(Model):
     ) -> Any:
         limit, runner, op = self._limit(memory_limit), self._runner, arrays.request["op"]
         if tiling is not None and len(arrays.shape) == 5:
-            raise ArgumentError(
-                "tiling", "None for videos", repr(tiling), ("use ", Named("memory_limit"), ": it is exact")
-            )
+            raise images_tiled(tiling)
         choose("on_out_of_memory", self.on_out_of_memory, ("retry", "raise"))
         cache = None if self.cache_limit is None else parse_size("cache_limit", self.cache_limit, least=0)
         tiles = cut(runner, tiling, self.sample_size, arrays.request, limit)

@@ -25,6 +25,11 @@ def is_video(path: Any) -> bool:
     return text and (Path(path).suffix.lower() in VIDEO_SUFFIXES or os.path.isdir(path))
 
 
+def pictures_in(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return a folder's pictures, in the order of their names."""
+    return sorted(file for file in Path(folder).iterdir() if file.suffix.lower() in PICTURES)
+
+
 def read_video(path: str | os.PathLike[str]) -> tuple[np.ndarray, Notes]:
     """Return the frames of a video as uint8 (1, F, H, W, 3), and notes of what was lost.
 
@@ -32,8 +37,7 @@ def read_video(path: str | os.PathLike[str]) -> tuple[np.ndarray, Notes]:
     a file that is no video, and a folder without pictures; OSError if it cannot be read.
     """
     if os.path.isdir(path):
-        files = sorted(file for file in Path(path).iterdir() if file.suffix.lower() in PICTURES)
-        if not files:
+        if not (files := pictures_in(path)):
             raise FileError("images", f"pictures ({', '.join(PICTURES)}) in the folder", "none", path=path)
         frames, notes = read_images(files)
         return frames[None], notes
