@@ -1,4 +1,4 @@
-"""Videos: memory of a decode beside diffusers', and time beside diffusers' in turns.
+"""Compare decodes of videos with diffusers': their memory, or their time.
 
     python benchmarks/videos.py memory [--sizes 480x832 720x1280] [--frames 81] [--dtypes float32 bfloat16]
     python benchmarks/videos.py time [--sizes 256x256] [--frames 17] [--rounds 3] [--threads 2]

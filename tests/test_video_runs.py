@@ -36,7 +36,7 @@ def latents(vae: VAE, frames: int, h: int, w: int, batch: int = 1, seed: int = 0
 
 
 def videos(vae: VAE, frames: int, h: int, w: int, batch: int = 1) -> np.ndarray:
-    """Videos for so many frames and pixels of latents."""
+    """Return random videos whose latents have `frames` frames of h by w."""
     shape = (batch, 3, (frames - 1) * frames_factor(vae.arch) + 1, *(side * latent_factor(vae.arch) for side in (h, w)))
     return np.random.default_rng(1).uniform(-1, 1, shape).astype(np.float32)
 
@@ -180,8 +180,8 @@ def test_the_largest_that_fit():
 
 
 def test_memory_grows_with_one_side_and_the_frames_alone():
-    """Rows of all frames are streamed, along the longer side: so a longer video of that side takes only as much more as
-    what is stored whole in the middle, at the size of the latents."""
+    """Rows of all frames are streamed along the longer side. So if that side grows, memory grows only by the tensors
+    of the middle block, which are stored whole at the size of the latents."""
     vae = VAE.random("qwen-image", parts="decoder", videos=True)
     weights = vae.reserved_bytes
     for height, width, most in ((480, 832, 1.3), (832, 480, 1.3), (720, 1280, 2.0)):  # GiB besides weights and video

@@ -79,5 +79,5 @@ def read_frames(args: argparse.Namespace) -> Any:
 
 
 def asked_for(asked: dict[str, Any], frames: int) -> dict[str, Any]:
-    """Return arguments of `vaemem.VAE.load` for so many frames."""
+    """Return arguments of `vaemem.VAE.load` for an image, or for a video of more frames than one."""
     return asked | ({"videos": True} if frames > 1 else {})

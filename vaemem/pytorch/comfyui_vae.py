@@ -192,10 +192,10 @@ def _explain_misfit(vae: Any, whole: Any, arch: Arch, latents: torch.Tensor, man
     """Say why ComfyUI's decode does not fit the card, after it has unloaded other models; "" if it may fit.
 
     If the decode is predicted, `whole` gets the prediction as its estimate of memory: by this ComfyUI makes room, and
-    chooses how many images run at once. It has no bytes for
-    Windows: the driver does not count them as free.
+    chooses how many images run at once. The prediction leaves out what Windows keeps of a card: the driver does not
+    count it as free.
     """
-    if describe_card(vae.device) is None or _frames_of(latents, arch) > 1:  # `predict` knows no frames
+    if describe_card(vae.device) is None or _frames_of(latents, arch) > 1:  # not predicted here for videos
         return ""
     packed = 2 if _is_packed(arch) else 1
     height, width = (side * packed * latent_factor(arch) for side in latents.shape[-2:])

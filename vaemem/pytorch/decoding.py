@@ -173,10 +173,10 @@ def describe_card(device: torch.device) -> dict[str, Any] | None:
 def explain_misfit(vae: Any, z: torch.Tensor) -> str:
     """Say why PyTorch's decode of these latents does not fit the card now; "" if it may fit, or nothing is predicted.
 
-    It has no bytes for Windows: the driver does not count them as free.
+    The prediction leaves out what Windows keeps of a card: the driver does not count it as free.
     """
     card = describe_card(z.device)
-    if card is None or (z.ndim == 5 and z.shape[2] > 1):  # `predict` knows no frames
+    if card is None or (z.ndim == 5 and z.shape[2] > 1):  # not predicted here for videos
         return ""
     config = _config(vae, type(vae))
     tiled = getattr(vae, "use_tiling", False)
