@@ -116,8 +116,8 @@ def test_pass(case, way):
     residual = 0 if add is None else add.astype(np.float64)
     want = over_time(loaded, used, bias, time) + residual
     size = over_time(np.abs(loaded), np.abs(used), np.abs(bias), time) + np.abs(residual)
-    # As in cases.py, roundings are those of sums, of factors in bfloat16, and of the stored result. Winograd's way rounds
-    # factors after a transform, which adds up to nine numbers.
+    # As in cases.py, roundings are those of sums, of factors in bfloat16, and of the stored result. Winograd's way
+    # rounds factors after a transform, which adds up to nine numbers.
     sigmoid = SIGMOID.get(dtype, 0.0) * (backend in ("avx512", "avx512bf16", "amx"))
     spread = np.sqrt(over_time(loaded**2, used**2, 0 * bias, time))
     by_winograd = pairs == 1 and backend != "amx" and k == 3

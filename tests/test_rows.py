@@ -97,7 +97,7 @@ from vaemem.pytorch.equal_layers import calling_layers
 from vaemem.pytorch.fitting import PolynomialFit, products
 from vaemem.pytorch.loading import WORD, _tokenizer, build_row, make_picture, make_pictures
 from vaemem.pytorch.module_writer import ModuleCall, ScriptRecorder, Writer, settle, weights_text
-from vaemem.pytorch.pipeline_files import record_row
+from vaemem.pytorch.pipeline_files import find_drift, record_row
 from vaemem.pytorch.recorder import Recorder, Recording
 from vaemem.pytorch.recording import record_by
 
@@ -137,6 +137,19 @@ def test_a_new_pipeline_is_a_row_and_a_command(tmp_path):
         assert [p.allocated for p in own.phases if p.name in names] == [
             p.allocated for p in found.phases if p.name in names
         ]
+
+
+def test_drift_tells_which_component_differs():
+    recorded = json.loads(json.dumps(record_row(TINY), default=list))
+    assert find_drift(TINY, recorded) == []
+    encoder = TINY["components"]["text_encoder"]
+    wider = [*encoder[:2], encoder[2] | {"intermediate_size": 128}]
+    changed = TINY | {"components": TINY["components"] | {"text_encoder": wider}}
+    (found,) = find_drift(changed, recorded)
+    assert found.startswith("text_encoder: expected the recorded weights")
+    assert find_drift(
+        TINY, recorded | {"text": recorded["text"].replace("denoise", "", 1).replace("take 4", "take 8", 1)}
+    )
 
 
 def test_a_tokenizer_counts_instructions_and_pictures():
