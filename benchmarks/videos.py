@@ -1,11 +1,12 @@
 """Compare decodes of videos with diffusers': their memory, or their time.
 
-    python benchmarks/videos.py memory [--sizes 480x832 720x1280] [--frames 81] [--dtypes float32 bfloat16]
-    python benchmarks/videos.py time [--sizes 256x256] [--frames 17] [--rounds 3] [--threads 2]
+    python benchmarks/videos.py memory [--model wan2.1] [--sizes 480x832 720x1280] [--frames 81] [--dtypes ...]
+    python benchmarks/videos.py time [--model wan2.1] [--sizes 256x256] [--frames 17] [--rounds 3] [--threads 2]
 
-Wan 2.1's VAE with random weights. Memory is in GiB besides the weights and the video: ours as planned, without a limit
-and the least; diffusers' largest allocation, whole and in its own tiles, from `vaemem.pytorch.predict_peak`; and the
-two frames that it keeps before each causal convolution, counted from its calls. Times are medians of rounds in turns.
+VAEs of Wan 2.1 or of LTX-2.3 (`--model ltx2.3`) with random weights. Memory is in GiB besides the weights and the
+video: ours as planned, without a limit and the least; diffusers' largest allocation, whole and in its own tiles, from
+`vaemem.pytorch.predict_peak`; and, of Wan's, the two frames that it keeps before each causal convolution, counted from
+its calls. Times are medians of rounds in turns.
 """
 
 from __future__ import annotations
@@ -22,15 +23,28 @@ from common import write_csv
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 
 import vaemem
+from vaemem._common import frames_factor, latent_factor
+from vaemem.engine.configs import config_of, known_arch
 from vaemem.pytorch import predict_peak
 
 GIB = 2**30
-FACTOR = 4  # frames of a video for one of latents, after the first
+MODELS = {"wan2.1": "qwen-image", "ltx2.3": "ltx2.3"}  # vaemem's names of the same architectures
 
 
-def latents_of(size: str, frames: int) -> tuple[int, ...]:
-    height, width = map(int, size.split("x"))
-    return 1, 16, (frames - 1) // FACTOR + 1, height // 8, width // 8
+def make(model: str, dtype: str) -> vaemem.VAE:
+    return vaemem.VAE.random(MODELS[model], parts="decoder", dtype=dtype, videos=True)
+
+
+def module_of(arch: dict[str, Any], dtype: str = "float32") -> Any:
+    """Make diffusers' module."""
+    config = config_of(arch)
+    module = getattr(diffusers, config.pop("_class_name"))(**config).eval()
+    return torch.nn.Module.to(module, getattr(torch, dtype))  # diffusers' own `to` warns
+
+
+def latents_of(arch: dict[str, Any], size: str, frames: int) -> tuple[int, ...]:
+    sides = (int(side) // latent_factor(arch) for side in size.split("x"))
+    return 1, arch["latent_channels"], (frames - 1) // frames_factor(arch) + 1, *sides
 
 
 def kept_frames(vae: Any, z: torch.Tensor) -> int:
@@ -47,23 +61,24 @@ def kept_frames(vae: Any, z: torch.Tensor) -> int:
     return sum(kept.values())
 
 
-def theirs(size: str, frames: int, dtype: str) -> dict[str, float]:
+def theirs(arch: dict[str, Any], size: str, frames: int, dtype: str) -> dict[str, float]:
     with torch.device("meta"):
-        vae = diffusers.AutoencoderKLWan().eval().to(getattr(torch, dtype))
-        z = torch.empty(latents_of(size, frames), dtype=getattr(torch, dtype))
-    video = 3 * frames * z.shape[3] * z.shape[4] * 64 * z.element_size()
-    held = sum(tensor.nbytes for tensor in vae.parameters()) + video
+        vae = module_of(arch, dtype)
+        z = torch.empty(latents_of(arch, size, frames), dtype=getattr(torch, dtype))
+    video = 3 * frames * z.shape[3] * z.shape[4] * latent_factor(arch) ** 2 * z.element_size()
 
-    def peak() -> float:
-        return (predict_peak(vae, z, gpu="H100", call=lambda vae, z: vae.decode(z).sample).allocated - held) / GIB
+    def peak() -> float:  # `allocated` leaves out the weights
+        return (predict_peak(vae, z, gpu="H100", call=lambda vae, z: vae.decode(z).sample).allocated - video) / GIB
 
-    whole, kept = peak(), kept_frames(vae, z) / GIB
+    whole, kept = peak(), {}
+    if arch["family"] == "wan":
+        kept = {"two_frames_kept": kept_frames(vae, z) / GIB}
     vae.enable_tiling()
-    return {"diffusers": whole, "diffusers_tiled": peak(), "two_frames_kept": kept}
+    vae.use_framewise_decoding = True  # LTX's
+    return {"diffusers": whole, "diffusers_tiled": peak()} | kept
 
 
-def ours(size: str, frames: int, dtype: str) -> dict[str, float]:
-    vae = vaemem.VAE.random("qwen-image", parts="decoder", dtype=dtype, videos=True)
+def ours(vae: vaemem.VAE, size: str, frames: int) -> dict[str, float]:
     vae.threads = 2
     height, width = map(int, size.split("x"))
     run = vae.estimate("decode", height, width, frames=frames)
@@ -72,13 +87,13 @@ def ours(size: str, frames: int, dtype: str) -> dict[str, float]:
     return {"vaemem": taken[0] / GIB, "vaemem_least": taken[1] / GIB, "work_of_least": least.work}
 
 
-def times(size: str, frames: int, dtype: str, rounds: int, threads: int) -> dict[str, float]:
+def times(arch: dict[str, Any], size: str, frames: int, dtype: str, rounds: int, threads: int) -> dict[str, float]:
     torch.set_num_threads(threads)
-    module = diffusers.AutoencoderKLWan().eval()
+    module = module_of(arch)
     vae = vaemem.VAE.load(module, dtype=dtype, videos=True)
     vae.threads = threads
-    module.to(getattr(torch, dtype))
-    z = np.random.default_rng(0).standard_normal(latents_of(size, frames), dtype=np.float32)
+    torch.nn.Module.to(module, getattr(torch, dtype))
+    z = np.random.default_rng(0).standard_normal(latents_of(arch, size, frames), dtype=np.float32)
     given = torch.from_numpy(z).to(getattr(torch, dtype))
     seconds: dict[str, list[float]] = {"vaemem": [], "diffusers": []}
     for _ in range(rounds):
@@ -101,6 +116,7 @@ def times(size: str, frames: int, dtype: str, rounds: int, threads: int) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["memory", "time"])
+    parser.add_argument("--model", choices=MODELS, default="wan2.1")
     parser.add_argument("--sizes", nargs="+")
     parser.add_argument("--frames", type=int)
     parser.add_argument("--dtypes", nargs="+")
@@ -112,16 +128,18 @@ def main() -> None:
     frames, rows = args.frames or (81 if is_memory else 17), []
     for size in sizes:
         for dtype in args.dtypes or (["float32", "bfloat16"] if is_memory else ["float32"]):
-            row: dict[str, Any] = {"size": size, "frames": frames, "dtype": dtype}
+            row: dict[str, Any] = {"model": args.model, "size": size, "frames": frames, "dtype": dtype}
             if is_memory:
-                row |= ours(size, frames, dtype) | theirs(size, frames, dtype)
+                vae = make(args.model, dtype)
+                row |= ours(vae, size, frames) | theirs(vae.arch, size, frames, dtype)
             else:
-                row |= times(size, frames, dtype, args.rounds, args.threads)
+                arch = known_arch(MODELS[args.model])
+                row |= times(arch, size, frames, dtype, args.rounds, args.threads)
             rows.append(
                 {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
             )
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    write_csv(f"videos_{args.what}.csv", rows)
+    write_csv(f"videos_{args.what}_{args.model}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@
  *   wan2.2  Wan-AI/Wan2.2-TI2V-5B  vae/config.json, as diffusers' convert_wan_to_diffusers.py writes it; the statistics
  *         stand in wan/modules/vae2_2.py of Wan-Video/Wan2.2
  *   qwen-image-2.1  the defaults of diffusers' AutoencoderKLQwenImage21 (0.42)
+ *   ltx2, ltx2.3  Lightricks/LTX-2 and LTX-2.3  vae/config.json, as diffusers' convert_ltx2_to_diffusers.py writes
+ *         them; the statistics come with the weights
  *   hunyuanimage-2.1  tencent/HunyuanImage-2.1  vae/config.json, as diffusers' convert_hunyuan_image_to_diffusers.py
  *         writes it
  *
@@ -150,6 +152,29 @@ static const vm_arch hunyuan_image = {.name = "hunyuanimage-2.1",
                                       .scaling_known = true,
                                       .scaling_factor = 0.75289f};
 
+#define VM_LTX_BLOCKS                                                                                           \
+    .family = VM_LTX, .videos = true, .in_channels = 3, .out_channels = 3, .latent_channels = 128, .levels = 4, \
+    .layers_per_block = 4, .norm_eps = 1e-8f, .scaling_known = true, .scaling_factor = 1
+#define VM_DOWN {VM_SPACE, VM_TIME, VM_SPACE | VM_TIME, VM_SPACE | VM_TIME}
+static const vm_arch ltx2 = {.name = "ltx2",
+                             VM_LTX_BLOCKS,
+                             .block_out_channels = {256, 512, 1024, 2048},
+                             .decoder_block_out_channels = {256, 512, 1024},
+                             .half = {{.layers = {4, 6, 6, 2, 2}, .resamplers = VM_DOWN, .causal = true},
+                                      {.layers = {5, 5, 5, 5},
+                                       .resamplers = {VM_SPACE | VM_TIME, VM_SPACE | VM_TIME, VM_SPACE | VM_TIME},
+                                       .factor = {2, 2, 2},
+                                       .added = {true, true, true},
+                                       .mirrored = true}}};
+static const vm_arch ltx23 = {.name = "ltx2.3",
+                              VM_LTX_BLOCKS,
+                              .block_out_channels = {256, 512, 1024, 1024},
+                              .decoder_block_out_channels = {256, 512, 512, 1024},
+                              .half = {{.layers = {4, 6, 4, 2, 2}, .resamplers = VM_DOWN, .causal = true},
+                                       {.layers = {4, 6, 4, 2, 2},
+                                        .resamplers = {VM_SPACE | VM_TIME, VM_SPACE | VM_TIME, VM_TIME, VM_SPACE},
+                                        .factor = {2, 2, 1, 2}}}};
+
 #define VM_TAE                                                                                                   \
     .family = VM_TINY, .in_channels = 3, .out_channels = 3, .levels = 4, .block_out_channels = {64, 64, 64, 64}, \
     .layers_per_block = 3, .norm_eps = 1e-5f, .scaling_known = true, .scaling_factor = 1
@@ -158,10 +183,28 @@ static const vm_arch taef1 = {VM_TAE, .name = "taef1", .latent_channels = 16};
 static const vm_arch taef2 = {VM_TAE, .name = "taef2", .latent_channels = 32, .norm_num_groups = 4};
 
 const vm_arch *const *vm_arch_models(void) {
-    static const vm_arch *const all[] = {&sd15,          &sdxl,  &flux,        &sd3,        &zimage, &cogview4,
-                                         &playground,    &flux2, &flux2_small, &qwen_image, &wan22,  &qwen_image_21,
-                                         &hunyuan_image, &taesd, &taef1,       &taef2,      NULL};
+    static const vm_arch *const all[] = {&sd15,     &sdxl,          &flux,          &sd3,         &zimage,
+                                         &cogview4, &playground,    &flux2,         &flux2_small, &qwen_image,
+                                         &wan22,    &qwen_image_21, &hunyuan_image, &ltx2,        &ltx23,
+                                         &taesd,    &taef1,         &taef2,         NULL};
     return all;
+}
+
+const size_t *vm_arch_widths(const vm_arch *a, vm_op op) {
+    return op == VM_DECODE && a->decoder_block_out_channels[0] ? a->decoder_block_out_channels : a->block_out_channels;
+}
+
+size_t vm_arch_levels(const vm_arch *a, vm_op op) {
+    size_t levels = a->levels;
+    while (a->family == VM_LTX && levels && !vm_arch_widths(a, op)[levels - 1]) levels--;
+    return levels;
+}
+
+/* Returns: how many resamplers of a half of VM_LTX do that. */
+static size_t resamplers(const vm_arch *a, vm_op op, unsigned what) {
+    size_t count = 0;
+    for (size_t i = 0; i < vm_arch_levels(a, op); i++) count += (a->half[op].resamplers[i] & what) != 0;
+    return count;
 }
 
 static vm_status in_range(const char *what, size_t value, size_t low, size_t high) {
@@ -170,8 +213,10 @@ static vm_status in_range(const char *what, size_t value, size_t low, size_t hig
     return VM_OK;
 }
 
-static vm_status check_widths(const vm_arch *a, const char *what, const size_t *width) {
-    for (size_t i = 0; i < a->levels; i++) {
+static vm_status check_widths(const vm_arch *a, vm_op op) {
+    const size_t *width = vm_arch_widths(a, op);
+    const char *what = op == VM_DECODE ? "decoder_block_out_channels" : "block_out_channels";
+    for (size_t i = 0; i < vm_arch_levels(a, op); i++) {
         vm_status s = in_range(what, width[i], 1, 65536);
         if (s) return s;
         if (a->family == VM_TINY && width[i] != width[0])
@@ -185,7 +230,7 @@ static vm_status check_widths(const vm_arch *a, const char *what, const size_t *
             return vm_fail(VM_EINVAL,
                            VM_EXPECTED_IN("config", "%s[%zu]", "an even number, which an upsampler halves", "%zu"),
                            what, i, width[i]);
-        if (a->family != VM_WAN && a->family != VM_TINY && width[i] % a->norm_num_groups)
+        if ((a->family == VM_KL || a->family == VM_HUNYUAN_IMAGE) && width[i] % a->norm_num_groups)
             return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "%s[%zu]", "a multiple of norm_num_groups %zu", "%zu"),
                            what, i, a->norm_num_groups, width[i]);
     }
@@ -215,6 +260,49 @@ static vm_status check_latents(const vm_arch *a) {
     return VM_OK;
 }
 
+/* Returns: how many numbers of the larger tensor are one of the smaller in a resampler of VM_LTX. */
+static size_t parts_of(unsigned what) { return (what & VM_SPACE ? 4u : 1u) * (what & VM_TIME ? 2u : 1u); }
+
+/* Checks the blocks of a half of VM_LTX, in the order in which they run. */
+static vm_status check_half(const vm_arch *a, vm_op op) {
+    const struct vm_half *half = &a->half[op];
+    const size_t levels = vm_arch_levels(a, op), *width = vm_arch_widths(a, op);
+    const char *name = op == VM_ENCODE ? "block_out_channels" : "decoder_block_out_channels";
+    vm_status s = in_range(op == VM_ENCODE ? "layers_per_block" : "decoder_layers_per_block", half->layers[levels], 1,
+                           VM_MAX_LAYERS);
+    size_t c = op == VM_ENCODE ? a->latent_channels : width[levels - 1];
+    for (size_t i = 0; i < levels && !s; i++) {
+        const size_t at = op == VM_ENCODE ? i : levels - 1 - i, parts = parts_of(half->resamplers[i]);
+        s = in_range(op == VM_ENCODE ? "layers_per_block" : "decoder_layers_per_block", half->layers[at], 1,
+                     VM_MAX_LAYERS);
+        if (!s && op == VM_DECODE) s = in_range("upsample_factor", half->factor[at], 1, 64);
+        if (s) return s;
+        const size_t next = op == VM_ENCODE ? width[at] : width[at] / half->factor[at];
+        const bool same = half->resamplers[i] == 0 && next != c;
+        if (op == VM_ENCODE ? same || width[at] % parts || c * parts % width[at]
+                            : same || next * half->factor[at] != c || width[at] % half->factor[at] ||
+                                  (half->added[at] && (c % parts || parts % half->factor[at])))
+            return vm_fail(VM_EINVAL,
+                           VM_EXPECTED_IN("config", "%s[%zu]", "a width that its resampler makes of %zu", "%zu"), name,
+                           at, c, width[at]);
+        c = next;
+    }
+    return s;
+}
+
+static vm_status check_ltx(const vm_arch *a) {
+    vm_status s = check_half(a, VM_ENCODE);
+    if (!s) s = check_half(a, VM_DECODE);
+    for (unsigned what = VM_SPACE; what <= VM_TIME && !s; what++)
+        if (resamplers(a, VM_ENCODE, what) != resamplers(a, VM_DECODE, what))
+            s = vm_fail(
+                VM_EINVAL,
+                VM_EXPECTED_IN("config", "upsample_type", "%zu that are %s, as many as of downsample_type", "%zu"),
+                resamplers(a, VM_ENCODE, what), what == VM_SPACE ? "spatial" : "temporal",
+                resamplers(a, VM_DECODE, what));
+    return s;
+}
+
 vm_status vm_arch_check(const vm_arch *a) {
     const struct {
         const char *what;
@@ -226,7 +314,7 @@ vm_status vm_arch_check(const vm_arch *a) {
         {"block_out_channels (how many)", a->levels, 1, VM_MAX_LEVELS},
         {"layers_per_block", a->layers_per_block, 1, VM_MAX_LAYERS},
         {"norm_num_groups", a->norm_num_groups, a->family == VM_KL || a->family == VM_HUNYUAN_IMAGE,
-         a->family == VM_WAN ? 0 : 65536},
+         a->family == VM_WAN || a->family == VM_LTX ? 0 : 65536},
     };
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
         vm_status s = in_range(ranges[i].what, ranges[i].value, ranges[i].low, ranges[i].high);
@@ -235,26 +323,25 @@ vm_status vm_arch_check(const vm_arch *a) {
     if (a->family != VM_WAN && (a->residual || a->image_patch))
         return vm_fail(VM_EINVAL,
                        VM_EXPECTED_IN("config", "temperal_downsample, image_patch", "none", "them of another family"));
-    if (a->videos && (a->family != VM_WAN || !a->slices))
+    if (a->videos && a->family != VM_LTX && (a->family != VM_WAN || !a->slices))
         return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "videos", "false, as the model is of images", "true"));
     if (a->image_patch && a->image_patch != 2)
         return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "image_patch", "2", "%zu"), a->image_patch);
-    vm_status s = check_widths(a, "block_out_channels", a->block_out_channels);
-    if (!s && a->decoder_block_out_channels[0])
-        s = check_widths(a, "decoder_block_out_channels", a->decoder_block_out_channels);
+    if (a->family == VM_LTX && !a->videos)
+        return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "videos", "true, as the model is of videos", "false"));
+    vm_status s = check_widths(a, VM_ENCODE);
+    if (!s && a->decoder_block_out_channels[0]) s = check_widths(a, VM_DECODE);
+    if (!s && a->family == VM_LTX) s = check_ltx(a);
     if (s) return s;
     if (!(a->norm_eps >= 0))
         return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "norm_eps", "0 or more", "%g"), (double)a->norm_eps);
     return check_latents(a);
 }
 
-const size_t *vm_arch_widths(const vm_arch *a, vm_op op) {
-    return op == VM_DECODE && a->decoder_block_out_channels[0] ? a->decoder_block_out_channels : a->block_out_channels;
-}
-
 bool vm_arch_is_temporal(const vm_arch *a, size_t level) { return a->residual ? a->temporal[level] : level > 0; }
 
 size_t vm_arch_halvings(const vm_arch *a) {
+    if (a->family == VM_LTX) return resamplers(a, VM_ENCODE, VM_TIME);
     size_t halvings = 0;
     for (size_t i = 0; a->videos && i + 1 < a->levels; i++) halvings += vm_arch_is_temporal(a, i);
     return halvings;
@@ -262,4 +349,7 @@ size_t vm_arch_halvings(const vm_arch *a) {
 
 size_t vm_arch_encoded(const vm_arch *a) { return (a->family == VM_TINY ? 1 : 2) * a->latent_channels; }
 
-size_t vm_arch_factor(const vm_arch *a) { return (a->image_patch ? 2 : (size_t)1) << (a->levels - 1); }
+size_t vm_arch_factor(const vm_arch *a) {
+    if (a->family == VM_LTX) return (size_t)4 << resamplers(a, VM_ENCODE, VM_SPACE);
+    return (a->image_patch ? 2 : (size_t)1) << (a->levels - 1);
+}

@@ -1,12 +1,14 @@
 /* A model: an architecture, its passes, their weights, and the arena of its runs. */
 #include "vm.h"
 
-/* The running statistics of AutoencoderKLFlux2's BatchNorm, which only pipelines read, no pass. */
-static vm_status add_batch_norm(vm_model *m) {
+/* The statistics of latents that come with the weights, which only pipelines read, no pass: the running ones of
+ * AutoencoderKLFlux2's BatchNorm, or those of VM_LTX. */
+static vm_status add_statistics(vm_model *m) {
     const size_t *patch = m->arch.patch_size, c = VM_PRODUCT(patch[0], patch[1], m->arch.latent_channels);
-    const vm_weight w = {c, 1, 1, .vector = true};
-    const bool added = !c || (vm_weights_add(m, "bn.running_mean", 1, &w) != VM_NONE &&
-                              vm_weights_add(m, "bn.running_var", 1, &w) != VM_NONE);
+    const bool ltx = m->arch.family == VM_LTX;
+    const vm_weight w = {ltx ? m->arch.latent_channels : c, 1, 1, .vector = true};
+    const bool added = !w.out || (vm_weights_add(m, ltx ? "latents_mean" : "bn.running_mean", 1, &w) != VM_NONE &&
+                                  vm_weights_add(m, ltx ? "latents_std" : "bn.running_var", 1, &w) != VM_NONE);
     return added ? VM_OK : VM_ENOMEM;
 }
 
@@ -31,10 +33,10 @@ vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *ba
         s = vm_fail(VM_EINVAL, VM_EXPECTED("videos", "false on a GPU: videos run on the CPU", "true"));
     for (vm_op op = 0; op < VM_OPS && !s; op++)
         if (parts & 1u << op) {
-            s = vm_passes_build(m, op, false);
+            if (arch->family != VM_LTX) s = vm_passes_build(m, op, false); /* whose images are videos of a frame */
             if (!s && arch->videos) s = vm_passes_build(m, op, true);
         }
-    if (!s) s = add_batch_norm(m);
+    if (!s) s = add_statistics(m);
     if (!s) s = vm_mem_alloc(mem, VM_WEIGHTS, m->weights_bytes, &m->weights);
     if (s)
         vm_model_free(m);

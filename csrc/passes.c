@@ -16,11 +16,15 @@
  * Upsamplers halve the channels. A residual model's do not: a level's input is moved to the channels and pixels of its
  * output, and added; and an image may come as patches of 2x2 pixels.
  *
+ * VM_LTX has moves between its levels as well, of time too, and neither attention nor shortcuts with weights. An
+ * encoder's resampler follows its block, a decoder's comes first.
+ *
  * VM_HUNYUAN_IMAGE resamples by moves: a convolution with the pixels of 2x2 as its channels, plus its input, moved
  * likewise and averaged or repeated. The decoder's first convolution, and the encoder's last with its norm, add their
  * input likewise. */
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "vm.h"
@@ -82,6 +86,7 @@ typedef struct conv {
 static const struct words *words_of(const builder *b) { return &words[b->m->arch.family]; }
 static bool is_wan(const builder *b) { return b->m->arch.family == VM_WAN; }
 static bool is_hunyuan(const builder *b) { return b->m->arch.family == VM_HUNYUAN_IMAGE; }
+static bool is_ltx(const builder *b) { return b->m->arch.family == VM_LTX; }
 
 static vm_node conv_node(builder *b, const conv *c) {
     vm_node n = {
@@ -126,6 +131,8 @@ static void norm_on_load(builder *b, vm_node *n, const char *module, vm_act act,
     n->pass.act = act;
     n->pass.groups = b->m->arch.norm_num_groups;
     n->pass.eps = b->m->arch.norm_eps;
+    if (is_ltx(b)) n->pass.norm = VM_NORM_RMS;
+    if (is_ltx(b)) return;
     if (is_wan(b)) {
         n->gamma = add_vector(b, module, "gamma", c, of_frames ? 4 : 3);
         return;
@@ -137,35 +144,47 @@ static void norm_on_load(builder *b, vm_node *n, const char *module, vm_act act,
 
 static int add_conv(builder *b, const conv *c) {
     const vm_arch *a = &b->m->arch;
-    const bool causal = is_wan(b) && a->slices && !c->flat, doubles = c->over_time && b->op == VM_DECODE;
-    const size_t past = causal && (c->k == 3 || c->over_time) ? 2 : 0, parts = doubles ? 2 : 0, out = c->out << doubles;
+    const bool of_frames = is_ltx(b) || (is_wan(b) && a->slices && !c->flat);
+    const bool doubles = c->over_time && b->op == VM_DECODE;
+    const size_t past = of_frames && (c->k == 3 || c->over_time) ? 2 : 0, parts = doubles ? 2 : 0,
+                 out = c->out << doubles;
     const vm_weight weight = {out, c->in, (size_t)c->k, .up = c->up, .past = past, .frames = a->videos, .parts = parts};
     vm_node n = conv_node(b, c);
     if (b->video)
         n.pass.slices += past;
     else if (a->videos)
         n.pass.skipped = past;
+    if (is_ltx(b)) {
+        n.pass.held = true;
+        n.pass.ahead = !a->half[b->op].causal;
+        n.pass.mirrored = a->half[b->op].mirrored;
+    }
     if (c->over_time) n.pass.time = doubles ? VM_TIME_DOUBLED : VM_TIME_HALVED;
     if (c->norm) norm_on_load(b, &n, c->norm, b->m->arch.family == VM_TINY ? VM_ACT_RELU : VM_ACT_SILU, true);
-    n.weight = add_tensor(b, c->module, "weight", causal ? 5 : c->linear ? 2 : 4, weight);
+    n.weight = add_tensor(b, c->module, "weight", of_frames ? 5 : c->linear ? 2 : 4, weight);
     if (!c->bare) n.bias = add_tensor(b, c->module, "bias", 1, (vm_weight){out, 1, 1, .vector = true, .parts = parts});
     return add_node(b, &n);
 }
 
-/* A move of node x's tensor (VM_NONE: the user's pixels) to `out` channels, on another level or the same. Adds node
- * `add`'s tensor. */
+/* A move of node x's tensor (VM_NONE: the user's pixels) to `out` channels, at another level or the same, and at b's
+ * number of frames. Adds node `add`'s tensor. */
 static int add_move(builder *b, const char *module, int x, int add, size_t in, size_t out, int level, vm_move move) {
     if (b->status) return 0;
-    if (x != VM_NONE) b->level = b->g->node[x].y_level;
-    const bool down = level > b->level, up = level < b->level, encode = b->op == VM_ENCODE;
-    const size_t parts = move.frames * (down || up ? 4 : 1); /* the encoder averages, the decoder repeats */
-    if (encode ? in * parts % out : out * parts % in) {
+    const int from = x == VM_NONE ? b->level : b->g->node[x].y_level,
+              time = x == VM_NONE ? b->time : b->g->node[x].y_time;
+    const bool down = level > from || b->time > time, up = level < from || b->time < time, encode = b->op == VM_ENCODE;
+    move.side = 1u << abs(level - from);
+    const size_t parts = move.frames * move.side * move.side; /* the encoder averages, the decoder repeats */
+    const bool fills = is_ltx(b) && !down && !up;             /* with the last channel */
+    if (!fills && (encode ? in * parts % out : out * parts % in)) {
         b->status = vm_fail(VM_EINVAL, "config: %s%s: %zu channels cannot be %s %zu", b->prefix, module, in,
                             encode ? "averaged to" : "repeated for", out);
         return 0;
     }
     vm_node n = conv_node(b, &(conv){module, x, add, in, out, down ? 2 : 1, down ? 2 : 1, .up = up});
-    if (x != VM_NONE) n.x_time = b->g->node[x].y_time;
+    n.x_level = from, n.x_time = time;
+    b->level = n.y_level = level;
+    n.pass.held = is_ltx(b);
     if (n.x_time != n.y_time) n.pass.time = encode ? VM_TIME_HALVED : VM_TIME_DOUBLED;
     if (n.pass.time == VM_TIME_HALVED) n.pass.slices = 2;
     n.pass.kind = VM_PASS_MOVE;
@@ -173,8 +192,8 @@ static int add_move(builder *b, const char *module, int x, int add, size_t in, s
     return add_node(b, &n);
 }
 
-static const vm_move plain = {VM_CHANNEL_ROW_COLUMN, 1}, patches = {VM_CHANNEL_COLUMN_ROW, 1},
-                     shuffle = {VM_ROW_COLUMN_CHANNEL, 1};
+static const vm_move plain = {VM_CHANNEL_ROW_COLUMN, .frames = 1}, patches = {VM_CHANNEL_COLUMN_ROW, .frames = 1},
+                     shuffle = {VM_ROW_COLUMN_CHANNEL, .frames = 1};
 
 __attribute__((format(printf, 2, 3))) static void enter(builder *b, const char *format, ...) {
     va_list args;
@@ -280,7 +299,7 @@ static int add_level(builder *b, int x, size_t i, size_t layers, size_t c, size_
     if (!a->residual || (b->op == VM_DECODE && !next)) return x;
     enter(b, "%s_blocks.%zu.", b->op == VM_ENCODE ? "encoder.down" : "decoder.up", i);
     return add_move(b, "avg_shortcut", begun, x, from, next ? next : out, b->level,
-                    (vm_move){VM_CHANNEL_ROW_COLUMN, frames});
+                    (vm_move){VM_CHANNEL_ROW_COLUMN, .frames = frames});
 }
 
 static void encode(builder *b) {
@@ -382,10 +401,85 @@ static void tiny(builder *b, vm_op op) {
         first->act = VM_ACT_BOUND, last->out_scale = 2, last->out_shift = -1;
 }
 
+/* ---- VM_LTX ---- */
+
+static int ltx_block(builder *b, const char *block, int x, size_t layers, size_t c) {
+    for (size_t i = 0; i < layers; i++) {
+        enter(b, "%s.resnets.%zu.", block, i);
+        const int h = add_conv(b, &(conv){"conv1.conv", x, VM_NONE, c, c, 3, .norm = "norm1"});
+        x = add_conv(b, &(conv){"conv2.conv", h, x, c, c, 3, .norm = "norm2"});
+    }
+    return x;
+}
+
+/* A resampler that `what` says, from c channels to `out`. added: its input is added, in channels that are averaged, or
+ * taken in turn. */
+static int ltx_resampler(builder *b, const char *block, int x, unsigned what, size_t c, size_t out, bool added) {
+    const bool encode = b->op == VM_ENCODE;
+    const int by = encode ? 1 : -1, level = b->level + (what & VM_SPACE ? by : 0);
+    const vm_move move = {VM_CHANNEL_ROW_COLUMN, .frames = what & VM_TIME ? 2 : 1};
+    const size_t parts = move.frames * (what & VM_SPACE ? 4 : 1);
+    enter(b, "%s.%ssamplers.0.", block, encode ? "down" : "up");
+    const size_t made = encode ? out / parts : out * parts;
+    int y = add_conv(b, &(conv){"conv.conv", x, VM_NONE, c, made, 3});
+    if (what & VM_TIME) b->time += by;
+    y = add_move(b, "shuffle", y, VM_NONE, made, out, level, move);
+    if (!added) return y;
+    vm_move own = move;
+    own.in_turn = !encode;
+    return add_move(b, "shortcut", x, y, c, out, level, own);
+}
+
+static void ltx_encode(builder *b) {
+    const vm_arch *a = &b->m->arch;
+    const struct vm_half *half = &a->half[VM_ENCODE];
+    const size_t levels = vm_arch_levels(a, VM_ENCODE), latent = a->latent_channels, *width = a->block_out_channels;
+    size_t c = latent;
+    enter(b, "encoder.");
+    int x = add_move(b, "patches", VM_NONE, VM_NONE, a->in_channels, a->in_channels * 16, 2, patches);
+    x = add_conv(b, &(conv){"conv_in.conv", x, VM_NONE, a->in_channels * 16, c, 3});
+    for (size_t i = 0; i < levels; c = width[i++]) {
+        char block[32];
+        snprintf(block, sizeof block, "encoder.down_blocks.%zu", i);
+        x = ltx_block(b, block, x, half->layers[i], c);
+        if (half->resamplers[i]) x = ltx_resampler(b, block, x, half->resamplers[i], c, width[i], true);
+    }
+    x = ltx_block(b, "encoder.mid_block", x, half->layers[levels], c);
+    enter(b, "encoder.");
+    x = add_conv(b, &(conv){"conv_out.conv", x, VM_NONE, c, latent + 1, 3, .norm = "norm_out"});
+    x = add_move(b, "moments", x, VM_NONE, latent + 1, 2 * latent, b->level, plain); /* one variance for all */
+    if (!b->status) b->g->node[x].pass.clamp = (vm_clamp){(uint32_t)latent, -30, 20};
+}
+
+static void ltx_decode(builder *b) {
+    const vm_arch *a = &b->m->arch;
+    const struct vm_half *half = &a->half[VM_DECODE];
+    const size_t levels = vm_arch_levels(a, VM_DECODE), *width = vm_arch_widths(a, VM_DECODE), out = a->out_channels;
+    size_t c = width[levels - 1];
+    b->time = (int)vm_arch_halvings(a);
+    for (size_t factor = vm_arch_factor(a); factor > 1; factor /= 2) b->level++;
+    enter(b, "decoder.");
+    int x = add_conv(b, &(conv){"conv_in.conv", VM_NONE, VM_NONE, a->latent_channels, c, 3});
+    x = ltx_block(b, "decoder.mid_block", x, half->layers[levels], c);
+    for (size_t i = 0; i < levels; i++) {
+        const size_t at = levels - 1 - i, next = width[at] / half->factor[at];
+        char block[32];
+        snprintf(block, sizeof block, "decoder.up_blocks.%zu", i);
+        if (half->resamplers[i]) x = ltx_resampler(b, block, x, half->resamplers[i], c, next, half->added[at]);
+        x = ltx_block(b, block, x, half->layers[at], next);
+        c = next;
+    }
+    enter(b, "decoder.");
+    x = add_conv(b, &(conv){"conv_out.conv", x, VM_NONE, c, out * 16, 3, .norm = "norm_out"});
+    add_move(b, "patches", x, VM_NONE, out * 16, out, 0, patches);
+}
+
 vm_status vm_passes_build(vm_model *model, vm_op op, bool video) {
     builder b = {.m = model, .g = video ? &model->video[op] : &model->graph[op], .op = op, .video = video};
     if (model->arch.family == VM_TINY)
         tiny(&b, op);
+    else if (model->arch.family == VM_LTX)
+        (op == VM_ENCODE ? ltx_encode : ltx_decode)(&b);
     else
         (op == VM_ENCODE ? encode : decode)(&b);
     return b.status;

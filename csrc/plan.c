@@ -61,6 +61,10 @@ static vm_status check_request(const vm_model *m, const vm_request *r) {
         if (side[i] > VM_MAX_SIDE)
             return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "at most %d", "%zu"), name, VM_MAX_SIDE, side[i]);
     }
+    for (int i = 0; i < 2 && m->arch.half[op].mirrored; i++)
+        if (side[i] == factor)
+            return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "%zu or more, to mirror latents", "%zu"),
+                           i ? "width" : "height", 2 * factor, side[i]);
     const size_t apart = (size_t)1 << vm_arch_halvings(&m->arch);
     if (r->frames > 1 && !m->arch.videos)
         return vm_fail(VM_EINVAL, VM_EXPECTED("frames", "1: this VAE was loaded for images", "%zu"), r->frames);
@@ -109,7 +113,8 @@ vm_status vm_plan_new(const vm_model *m, const vm_request *request, vm_plan **ou
     *out = NULL;
     vm_status s = check_request(m, request);
     if (s) return s;
-    const vm_graph *g = request->frames > 1 ? &m->video[request->op] : &m->graph[request->op];
+    const bool video = request->frames > 1 || m->arch.family == VM_LTX;
+    const vm_graph *g = video ? &m->video[request->op] : &m->graph[request->op];
     size_t bytes = 0;
     vm_put_bytes(&bytes, sizeof(vm_plan), VM_ALIGN);
     const size_t step = vm_put_bytes(&bytes, g->nodes * sizeof(vm_step), VM_ALIGN);

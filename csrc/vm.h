@@ -80,8 +80,14 @@ typedef enum vm_family {
     VM_HUNYUAN_IMAGE, /* AutoencoderKLHunyuanImage: pixel shuffles between levels */
     /* AutoencoderTiny: convolutions and ReLU, one width per half, latents without moments. Only the smallest level of
      * TAEF2 has norms (norm_num_groups, otherwise 0). Levels have layers_per_block blocks, the image's has 1 */
-    VM_TINY
+    VM_TINY,
+    /* AutoencoderKLLTX2Video, of videos only. Norms without weights; every resampler is a pixel shuffle, of time too;
+     * an image comes as patches of 4x4 pixels; beyond its ends a video stands still */
+    VM_LTX
 } vm_family;
+
+/* What a resampler of VM_LTX does: halves or doubles the sides, the number of frames, or both. */
+enum { VM_SPACE = 1, VM_TIME = 2 };
 
 /* An autoencoder as its config.json describes it (names are those of AutoencoderKL in diffusers). */
 typedef struct vm_arch {
@@ -98,7 +104,15 @@ typedef struct vm_arch {
     bool residual;                /* VM_WAN: a level's input is added to its output */
     bool temporal[VM_MAX_LEVELS]; /* and whether the resampler after an encoder's level also resamples frames */
     size_t image_patch;           /* VM_WAN: 2 if 2x2 pixels of an image become one with four times the channels */
-    bool scaling_known;           /* false when the weights cannot tell (sd15 and sdxl have the same tensors) */
+    struct vm_half {              /* VM_LTX: of a half; lists are in the order of diffusers' config */
+        size_t layers[VM_MAX_LEVELS + 1];  /* of each block, then of the middle one */
+        uint8_t resamplers[VM_MAX_LEVELS]; /* VM_SPACE, VM_TIME or both; 0: none */
+        size_t factor[VM_MAX_LEVELS];      /* of the decoder: by which a block's channels are divided */
+        bool added[VM_MAX_LEVELS];         /* of the decoder: whether a resampler's input is added to its output */
+        bool causal;                       /* a frame meets the two before it, otherwise one before and one after it */
+        bool mirrored;                     /* beyond its borders a picture is mirrored, otherwise zero */
+    } half[VM_OPS];
+    bool scaling_known; /* false when the weights cannot tell (sd15 and sdxl have the same tensors) */
     float scaling_factor, shift_factor;
     size_t statistics; /* how many channels have a mean and a deviation below: all latent channels, or 0 */
     float latents_mean[VM_MAX_STATISTICS], latents_std[VM_MAX_STATISTICS];
@@ -109,7 +123,9 @@ typedef struct vm_arch {
 /* Returns: a NULL-terminated list. */
 const vm_arch *const *vm_arch_models(void);
 vm_status vm_arch_check(const vm_arch *arch);
-/* Returns: image pixels per latent pixel along a side: 2^(levels - 1), times the side of a patch. */
+/* Returns: blocks of the half that does `op`, of different width or at different sizes. */
+size_t vm_arch_levels(const vm_arch *arch, vm_op op);
+/* Returns: image pixels per latent pixel along a side. */
 size_t vm_arch_factor(const vm_arch *arch);
 /* Returns: how often the number of a video's frames is halved; 0: the model runs images only. */
 size_t vm_arch_halvings(const vm_arch *arch);

@@ -209,7 +209,7 @@ static void conv_tile(const void *context, size_t task, unsigned thread) {
         copy_frame(j, &t.out);
         return;
     }
-    vm_load_box(&j->work, &input, p->norm == VM_NORM_PIXEL ? (float *)(own + j->l.inverses) : NULL, t.x,
+    vm_load_box(&j->work, &input, vm_norm_by_pixel(p->norm) ? (float *)(own + j->l.inverses) : NULL, t.x,
                 plane_of(&j->g), j->g.input_h * j->g.input_w * VM_BLOCK, j->g.input_w * VM_BLOCK);
     const size_t yb = VM_BLOCKS(p->y.c); /* of a frame */
     for (size_t b = 0, blocks; b < j->l.blocks; b += blocks) {

@@ -227,7 +227,7 @@ void vm_load_box(const vm_work *work, const vm_box *box, float *inverse, float *
 void vm_load_block(const vm_work *work, const vm_box *box, const float *inverse, float *x, size_t block, size_t row);
 /* Returns: bytes of the inverse lengths of a tile's input. */
 static inline size_t vm_inverse_bytes(const vm_pass *pass, const vm_grid *grid) {
-    return pass->norm == VM_NORM_PIXEL ? VM_PRODUCT(grid->input_f, grid->input_h, grid->input_w, sizeof(float)) : 0;
+    return vm_norm_by_pixel(pass->norm) ? VM_PRODUCT(grid->input_f, grid->input_h, grid->input_w, sizeof(float)) : 0;
 }
 /* gemm for any number of pixels: in as few groups as possible, of nearly equal size. */
 void vm_multiply(const vm_products *products, vm_gemm all);

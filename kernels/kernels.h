@@ -194,8 +194,12 @@ typedef struct vm_shape {
 typedef enum vm_norm {
     VM_NORM_NONE,
     VM_NORM_GROUP, /* GroupNorm: needs the sums that x's producer left */
-    VM_NORM_PIXEL  /* each pixel divided by its length: x / max(|x|, eps) * sqrt(channels) * gamma */
+    VM_NORM_PIXEL, /* each pixel divided by its length: x / max(|x|, eps) * sqrt(channels) * gamma */
+    VM_NORM_RMS    /* each pixel divided by its root mean square: x / sqrt(mean of x^2 + eps) */
 } vm_norm;
+
+/* Returns: whether the norm is of each pixel by itself. */
+static inline bool vm_norm_by_pixel(vm_norm norm) { return norm == VM_NORM_PIXEL || norm == VM_NORM_RMS; }
 
 /* A function of a number. ReLU keeps NaN. */
 typedef enum vm_act {
@@ -215,9 +219,9 @@ static inline VM_ANYWHERE float vm_clamped(vm_clamp clamp, size_t channel, float
     return channel < clamp.from ? v : v < clamp.low ? clamp.low : v > clamp.high ? clamp.high : v;
 }
 
-/* VM_PASS_MOVE has no weights: each number of y is one of x, or the mean of several adjacent ones. Four pixels (2 x 2)
- * of the larger tensor are one of the smaller. Their numbers are ordered by channel, row and column in one of these
- * ways. Pixel shuffles, patches, and residuals with repeated or averaged channels are moves. */
+/* VM_PASS_MOVE has no weights: each number of y is one of x, or the mean of several adjacent ones. A square of pixels,
+ * of one or two frames, of the larger tensor is one pixel of the smaller. Their numbers are ordered by channel, row and
+ * column in one of these ways. Pixel shuffles, patches, and residuals with repeated or averaged channels are moves. */
 typedef enum vm_order {
     VM_CHANNEL_ROW_COLUMN, /* the column changes first */
     VM_CHANNEL_COLUMN_ROW,
@@ -227,31 +231,34 @@ typedef enum vm_order {
 typedef struct vm_move {
     vm_order order;
     uint32_t frames; /* each channel has this many frames, 1 or 2; an image is the last of them, others are zeros */
+    uint32_t side;   /* of the square of pixels; 1 if the number of pixels stays */
+    bool in_turn;    /* of a move to more pixels: channels beyond those of x are these again, one after another */
 } vm_move;
 
 /* Returns: how many numbers of the larger tensor, in that order, share one place in the other's pixel. */
 static inline VM_ANYWHERE size_t vm_move_share(vm_move m, size_t x_c, size_t y_c, bool up, bool down) {
-    const size_t parts = m.frames * (up || down ? 4 : 1);
+    const size_t parts = m.frames * m.side * m.side;
+    if (up && m.in_turn) return 1;
     return up || (!down && y_c > x_c) ? y_c * parts / x_c : x_c * parts / y_c;
 }
 
 /* Returns: the place of a number of one of its frames among those of `channels` channels. */
 static inline VM_ANYWHERE size_t vm_move_at(vm_move m, size_t channels, size_t c, size_t frame, size_t row,
                                             size_t column) {
-    if (m.order == VM_ROW_COLUMN_CHANNEL) return (row * 2 + column) * channels + c;
-    const size_t part = m.order == VM_CHANNEL_ROW_COLUMN ? row * 2 + column : column * 2 + row;
-    return (c * m.frames + frame) * 4 + part;
+    if (m.order == VM_ROW_COLUMN_CHANNEL) return (row * m.side + column) * channels + c;
+    const size_t part = m.order == VM_CHANNEL_ROW_COLUMN ? row * m.side + column : column * m.side + row;
+    return (c * m.frames + frame) * m.side * m.side + part;
 }
 
 /* The number at that place. Returns: its frame. */
 static inline VM_ANYWHERE size_t vm_move_from(vm_move m, size_t channels, size_t at, size_t *c, size_t *row,
                                               size_t *column) {
     const bool last = m.order == VM_ROW_COLUMN_CHANNEL;
-    const size_t part = last ? at / channels : at % 4;
-    *c = last ? at % channels : at / 4 / m.frames;
-    *row = m.order == VM_CHANNEL_COLUMN_ROW ? part % 2 : part / 2;
-    *column = m.order == VM_CHANNEL_COLUMN_ROW ? part / 2 : part % 2;
-    return last ? m.frames - 1 : at / 4 % m.frames;
+    const size_t square = m.side * m.side, part = last ? at / channels : at % square;
+    *c = last ? at % channels : at / square / m.frames;
+    *row = m.order == VM_CHANNEL_COLUMN_ROW ? part % m.side : part / m.side;
+    *column = m.order == VM_CHANNEL_COLUMN_ROW ? part / m.side : part % m.side;
+    return last ? m.frames - 1 : at / square % m.frames;
 }
 
 /* How a pass changes the number of frames. A convolution passes on the first frame as it is. */
@@ -266,10 +273,13 @@ typedef enum vm_time {
 typedef struct vm_pass {
     vm_pass_kind kind;
     vm_shape x, y;     /* of the tensors in memory; for attention's input, c is the sum over q, k and v */
-    int ksize, stride; /* 3 or 1; 1 or 2. A move to fewer pixels: 2 and 2 */
-    int pad;           /* rows of zeros above x, and columns before it; below and after as many as needed */
-    bool up;           /* nearest 2x before a 3x3 convolution; or a move to more pixels */
-    uint8_t slices;    /* frames of x that a frame of y meets, the last at its own time: 1 to 3 */
+    int ksize, stride; /* 3 or 1; 1 or 2. A move to fewer pixels or frames: 2 and 2 */
+    int pad;           /* rows above x, and columns before it; below and after as many as needed */
+    bool mirrored;     /* they are x's own, mirrored at its first and last pixels; otherwise zeros */
+    bool up;           /* nearest 2x before a 3x3 convolution; or a move to more pixels or frames */
+    uint8_t slices;    /* frames of x that a frame of y meets, 1 to 3 */
+    uint8_t ahead;     /* of these are later than its own, 0 or 1; the others are earlier */
+    bool held;         /* frames before the first are copies of it, and those after the last of that; otherwise zeros */
     uint8_t skipped;   /* slices of the stored filter before these: an image meets only the last */
     vm_time time;
     bool turned; /* rows are the picture's columns: filters and the user's pixels are transposed */

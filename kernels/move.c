@@ -24,7 +24,10 @@ typedef struct layout {
 } layout;
 
 static vm_grid make_grid(const vm_pass *p) {
-    vm_grid g = vm_grid_of(p, p->up ? 2 : 1, p->up ? 2 : 1, 1);
+    const size_t side = p->move.side, cell = p->up ? side : 1;
+    vm_grid g = vm_grid_of(p, cell, cell, 1);
+    g.step_h = g.step_w = p->up ? 1 : side;
+    g.overlap = 0;
     const size_t columns = (p->y.w + TILE_WIDTH - 1) / TILE_WIDTH;
     vm_grid_cut(&g, 1, (g.width + columns - 1) / columns, 1);
     return g;
@@ -53,7 +56,9 @@ static void make_row(const job *j, const layout *l, const float *x, float *y, si
     memset(y, 0, cells * wide * VM_BLOCK * sizeof *y);
     for (size_t lane = 0, o = block * VM_BLOCK; lane < VM_BLOCK && o < p->y.c; lane++, o++) {
         for (size_t s = 0; larger && s < wide; s++) {
-            const size_t c = (p->up ? vm_move_at(p->move, p->y.c, o, frame, row, s) : o) / share;
+            const size_t cycle = p->move.in_turn ? p->x.c / (p->move.frames * wide * wide) : p->y.c;
+            const size_t at = p->up ? vm_move_at(p->move, p->y.c, o % cycle, frame, row, s) : o;
+            const size_t c = VM_MIN(at / share, p->x.c - 1); /* without pixels to gain, the last fills what is left */
             add_up(y + s * VM_BLOCK + lane, x + c / VM_BLOCK * l->plane + c % VM_BLOCK, 1, wide, cells, 1);
         }
         for (size_t i = 0; !larger && i < share; i++) {
@@ -62,7 +67,7 @@ static void make_row(const job *j, const layout *l, const float *x, float *y, si
             if (down && p->time == VM_TIME_SAME && of != frame) continue; /* zero */
             r += p->time == VM_TIME_SAME ? 0 : of * j->g.input_h;
             const float *from = x + c / VM_BLOCK * l->plane + r * l->row + s * VM_BLOCK + c % VM_BLOCK;
-            add_up(y + lane, from, down ? 2 : 1, 1, cells, 1 / (float)share);
+            add_up(y + lane, from, down ? p->move.side : 1, 1, cells, 1 / (float)share);
         }
     }
 }

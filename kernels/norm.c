@@ -29,11 +29,11 @@ vm_status vm_merge_rows(const vm_tasks *tasks, size_t row, size_t rows) {
 
 void vm_norm_scale(float *scale, float *shift, const vm_pass *pass, const vm_operands *at) {
     const size_t c = pass->x.c, padded = VM_BLOCKS(c) * VM_BLOCK, part = vm_stats_floats(c);
-    for (size_t i = pass->norm == VM_NORM_PIXEL ? 0 : c; i < padded; i++) scale[i] = shift[i] = 0;
-    if (pass->norm == VM_NORM_PIXEL) {
-        for (size_t i = 0; i < c; i++) scale[i] = (float)(sqrt((double)c) * (double)at->gamma[i]);
-        return;
-    }
+    const bool by_pixel = vm_norm_by_pixel(pass->norm);
+    for (size_t i = by_pixel ? 0 : c; i < padded; i++) scale[i] = shift[i] = 0;
+    for (size_t i = 0; by_pixel && i < c; i++)
+        scale[i] = (float)(sqrt((double)c) * (pass->norm == VM_NORM_PIXEL ? (double)at->gamma[i] : 1));
+    if (by_pixel) return;
     const size_t width = c / pass->groups;
     for (size_t g = 0; g < pass->groups; g++) {
         double count = 0, mean = 0, m2 = 0;

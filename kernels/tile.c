@@ -58,7 +58,7 @@ vm_grid vm_grid_of(const vm_pass *pass, size_t cell_h, size_t cell_w, size_t cel
                      .overlap = k - stride,
                      .pad = (size_t)pass->pad,
                      .overlap_f = pass->slices - step,
-                     .pad_f = pass->slices - 1,
+                     .pad_f = (size_t)(pass->slices - 1 - pass->ahead),
                      .height = (pass->y.h + cell_h - 1) / cell_h,
                      .width = (pass->y.w + cell_w - 1) / cell_w,
                      .length = (frames + cell_f - 1) / cell_f,
@@ -228,11 +228,20 @@ typedef struct line {
     bool inside; /* the image, and a frame that is met */
 } line;
 
+/* Returns: the row that stands for row y, which is at most one beyond the first or the last. */
+static ptrdiff_t mirrored(ptrdiff_t y, ptrdiff_t rows) {
+    const ptrdiff_t at = y < 0 ? -y : y >= rows ? 2 * (rows - 1) - y : y;
+    return VM_MAX(at, 0);
+}
+
 static line line_of(const vm_work *j, const vm_box *box, size_t i) {
     const vm_pass *p = j->pass;
     const bool copies = p->kind == VM_PASS_CONV && p->time == VM_TIME_DOUBLED; /* the first frame, and no more of it */
+    const ptrdiff_t frames = (ptrdiff_t)p->x.f, rows = (ptrdiff_t)p->x.h;
     line l = {box->first + (ptrdiff_t)(i / box->rows), box->top + (ptrdiff_t)(i % box->rows), false};
-    l.inside = l.y >= 0 && l.y < (ptrdiff_t)p->x.h && l.frame >= copies && l.frame < (ptrdiff_t)p->x.f;
+    if (p->held) l.frame = VM_MAX(VM_MIN(l.frame, frames - 1), 0);
+    if (p->mirrored) l.y = mirrored(l.y, rows);
+    l.inside = l.y >= 0 && l.y < rows && l.frame >= copies && l.frame < frames;
     return l;
 }
 
@@ -246,7 +255,9 @@ static size_t line_at(const vm_box *box, size_t i, size_t frame, size_t row) {
 void vm_invert_lengths(const vm_work *j, const vm_box *box, float *inverse) {
     enum { SOME = 64 /* pixels of all blocks that are added up at a time */ };
     const vm_pass *p = j->pass;
-    const float least = p->eps * p->x_scale;
+    const bool rms = p->norm == VM_NORM_RMS;
+    const float least = rms ? 0 : p->eps * p->x_scale;
+    const float under = rms ? p->eps * p->x_scale * p->x_scale * (float)p->x.c : 0;
     const span s = span_of(j, box);
     for (size_t i = 0; i < lines_of(box); i++) {
         const line l = line_of(j, box, i);
@@ -260,7 +271,7 @@ void vm_invert_lengths(const vm_work *j, const vm_box *box, float *inverse) {
             for (size_t pixel = 0; pixel < some; pixel++) {
                 float sum = 0;
                 for (size_t lane = 0; lane < VM_BLOCK; lane++) sum += squares[pixel * VM_BLOCK + lane];
-                const float length = sqrtf(sum);
+                const float length = sqrtf(sum + under);
                 to[pixel] = 1 / (length < least ? least : length); /* NaN stays */
             }
         }
@@ -293,9 +304,21 @@ static void put_image(const vm_work *j, const vm_box *box, size_t i, const float
         put_pixels(j, to, block, plane, frame, y, s.x, s.pixels);
 }
 
+/* Copies a loaded plane's columns next to the first and the last, to beyond these, if the pass mirrors its input. */
+static void put_mirrors(const vm_work *j, const vm_box *box, float *x, size_t frame, size_t row) {
+    const span s = span_of(j, box);
+    const size_t bytes = VM_BLOCK * sizeof *x;
+    for (size_t i = 0; j->pass->mirrored && j->pass->x.w > 1 && i < lines_of(box); i++) {
+        float *first = x + line_at(box, i, frame, row) + s.left * VM_BLOCK, *end = first + s.pixels * VM_BLOCK;
+        if (s.left) memcpy(first - VM_BLOCK, first + VM_BLOCK, bytes);
+        if (s.right) memcpy(end, end - 2 * VM_BLOCK, bytes);
+    }
+}
+
 void vm_load_block(const vm_work *j, const vm_box *box, const float *inverse, float *x, size_t block, size_t row) {
     put_padding(j, box, x, box->rows * row, row);
     for (size_t i = 0; i < lines_of(box); i++) put_image(j, box, i, inverse, x + i * row, block, 0);
+    put_mirrors(j, box, x, box->rows * row, row);
 }
 
 void vm_load_box(const vm_work *j, const vm_box *box, float *inverse, float *x, size_t plane, size_t frame,
@@ -311,6 +334,7 @@ void vm_load_box(const vm_work *j, const vm_box *box, float *inverse, float *x, 
     if (inverse) vm_invert_lengths(j, box, inverse);
     for (size_t i = 0; i < lines_of(box); i++)
         for (size_t b = 0; b < blocks; b++) put_image(j, box, i, inverse, x + line_at(box, i, frame, row), b, plane);
+    for (size_t p = 0; p < planes; p++) put_mirrors(j, box, x + p * plane, frame, row);
 }
 
 /* ---- multiply ---- */

@@ -262,7 +262,7 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
     const size_t yb = VM_BLOCKS(p->y.c);
     char *own = (char *)j->work.at.scratch + thread * j->work.at.scratch_each;
     const region r = {.at = vm_grid_tile(&j->g, task),
-                      .inverses = p->norm == VM_NORM_PIXEL ? (float *)own : NULL,
+                      .inverses = vm_norm_by_pixel(p->norm) ? (float *)own : NULL,
                       .x = (float *)(own + j->l.x),
                       .v = (float *)(own + j->l.v),
                       .m = (float *)(own + j->l.m),

@@ -89,7 +89,7 @@ def test_no_pass_leaves_its_plan(name, op, backend):
 
 
 @pytest.mark.parametrize("op", ["encode", "decode"])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "cogview4"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "cogview4" and not name.startswith("ltx")])
 def test_the_bar(name, op):
     """At most 2.1 T from 1024x1024 up and 2.2 T from 512x512 up with up to 4 threads, T = 128*H*W*4 bytes; output
     within it; no work beyond that of each pass once; all but no hole under the peak."""
@@ -125,8 +125,9 @@ def test_the_bar_of_wider_levels():
 def test_one_packed_copy_of_the_weights():
     for name in MODELS:
         model = _core.Model(_core.models()[name])
-        # of (out, in, frames, k, k) the last slice alone is kept
-        numbers = sum(int(np.prod(shape)) // (shape[2] if len(shape) == 5 else 1) for _, shape in model.tensors)
+        # of (out, in, frames, k, k) the last slice alone is kept, unless the model is of videos
+        alone = not model.arch.get("videos")
+        numbers = sum(int(np.prod(s)) // (s[2] if len(s) == 5 and alone else 1) for _, s in model.tensors)
         # channels padded to 16 (in, out and latent convolutions) and the tables: under 0.3%, of tiny ones 1.5%
         more = 0.015 if model.arch.get("family") == "tiny" else 0.003
         assert 4 * numbers <= model.reserved_bytes <= 4 * numbers * (1 + more)

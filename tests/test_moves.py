@@ -13,33 +13,39 @@ ORDERS = ("channel row column", "channel column row", "row column channel")
 KINDS = [("float32", "highest"), ("float32", "high"), ("float16", "highest"), ("bfloat16", "highest")]
 
 
-def gather(x: np.ndarray, order: str, frames: int) -> np.ndarray:
-    """(c, 2h, 2w) -> (4 frames c, h, w): the numbers of 2 x 2 pixels, in their order."""
+def gather(x: np.ndarray, order: str, frames: int, n: int) -> np.ndarray:
+    """(c, n h, n w) -> (n n frames c, h, w): the numbers of n x n pixels, in their order."""
     c, h, w = x.shape
     x = np.stack([*[np.zeros_like(x)] * (frames - 1), x], 1)  # the frame that there is comes last
-    cells = x.reshape(c, frames, h // 2, 2, w // 2, 2)
+    cells = x.reshape(c, frames, h // n, n, w // n, n)
     axes = {ORDERS[0]: (0, 1, 3, 5, 2, 4), ORDERS[1]: (0, 1, 5, 3, 2, 4), ORDERS[2]: (3, 5, 0, 1, 2, 4)}[order]
-    return cells.transpose(axes).reshape(-1, h // 2, w // 2)
+    return cells.transpose(axes).reshape(-1, h // n, w // n)
 
 
-def spread(x: np.ndarray, order: str, frames: int) -> np.ndarray:
-    """(4 frames c, h, w) -> (c, 2h, 2w): the way back, of the last frame."""
-    n, h, w = x.shape
-    c = n // 4 // frames
+def spread(x: np.ndarray, order: str, frames: int, n: int) -> np.ndarray:
+    """(n n frames c, h, w) -> (c, n h, n w): the way back, of the last frame."""
+    all_c, h, w = x.shape
+    c = all_c // (n * n) // frames
     if order == ORDERS[2]:
-        return x.reshape(2, 2, c, h, w).transpose(2, 3, 0, 4, 1).reshape(c, 2 * h, 2 * w)
-    cells = x.reshape(c, frames, 2, 2, h, w)[:, -1]
+        return x.reshape(n, n, c, h, w).transpose(2, 3, 0, 4, 1).reshape(c, n * h, n * w)
+    cells = x.reshape(c, frames, n, n, h, w)[:, -1]
     axes = (0, 3, 1, 4, 2) if order == ORDERS[0] else (0, 3, 2, 4, 1)
-    return cells.transpose(axes).reshape(c, 2 * h, 2 * w)
+    return cells.transpose(axes).reshape(c, n * h, n * w)
 
 
-def moved(x: np.ndarray, way: str, channels: int, order: str, frames: int) -> np.ndarray:
-    """x (c, h, w) as so many channels of more pixels ("up"), of fewer ("down") or of as many ("same")."""
+def moved(x: np.ndarray, way: str, channels: int, order: str, frames: int, n: int = 2) -> np.ndarray:
+    """x (c, h, w) as so many channels of more pixels ("up"; "in turn": all channels again), of fewer ("down") or of as
+    many ("same"; the last channel "fills" those that are left)."""
+    if way == "in turn":
+        made = spread(x, order, frames, n)
+        return np.tile(made, (channels // len(made), 1, 1))
+    if way == "fills":
+        return np.concatenate([x, np.repeat(x[-1:], channels - len(x), 0)])
     if way == "up":
-        return spread(np.repeat(x, channels * 4 * frames // len(x), 0), order, frames)
+        return spread(np.repeat(x, channels * n * n * frames // len(x), 0), order, frames, n)
     if way == "same" and channels > len(x):
         return np.repeat(x, channels // len(x), 0)
-    x = gather(x, order, frames) if way == "down" else x
+    x = gather(x, order, frames, n) if way == "down" else x
     return x.reshape(channels, -1, *x.shape[1:]).mean(1)
 
 
@@ -53,6 +59,11 @@ CASES = [
     ("same", 8, 40, 3, 65, ORDERS[0], 1),
     ("same", 40, 8, 1, 1, ORDERS[0], 1),
     ("same", 20, 20, 2, 3, ORDERS[0], 1),
+    ("up", 48, 3, 3, 35, ORDERS[1], 1, 4),  # patches of 4x4 pixels
+    ("down", 3, 48, 8, 132, ORDERS[1], 1, 4),
+    ("in turn", 32, 16, 3, 5, ORDERS[0], 1),
+    ("in turn", 48, 24, 2, 3, ORDERS[0], 2),
+    ("fills", 17, 32, 2, 3, ORDERS[0], 1),
 ]
 
 
@@ -62,14 +73,15 @@ CASES = [
 @pytest.mark.parametrize("add", [None, "beside", "in place"])
 def test_a_move(case, dtype, precision, add):
     """The bits are the same on every set of instructions, the sums' for every number of threads."""
-    way, in_c, out_c, h, w, order, frames = case
+    way, in_c, out_c, h, w, order, frames, n = *case, *[2] * (8 - len(case))
+    up, down = way in ("up", "in turn"), way == "down"
     r = np.random.default_rng(in_c + h)
-    size = {"up": (2 * h, 2 * w), "down": (h // 2, w // 2), "same": (h, w)}[way]
+    size = (n * h, n * w) if up else (h // n, w // n) if down else (h, w)
     x = as_float(as_kept(r.standard_normal((in_c, h, w)).astype(np.float32), dtype))
     more = as_float(as_kept(r.standard_normal((out_c, *size)).astype(np.float32), dtype))
     shapes = (in_c, h, w, out_c, *size)
-    how = (2, 2, False) if way == "down" else (1, 1, way == "up")
-    kind = f"move{ORDERS.index(order)}{frames}"
+    how = (2, 2, False) if down else (1, 1, up)
+    kind = f"move{ORDERS.index(order)}{frames}{n if up or down else 1}{int(way == 'in turn')}"
     results, sums_of = set(), {}
     for backend in [name for name, usable in _core.backends(dtype, precision) if usable]:
         for threads in (1, 3):
@@ -89,9 +101,9 @@ def test_a_move(case, dtype, precision, add):
             assert sums_of.setdefault(backend, stats.tobytes()) == stats.tobytes()
     assert len(results) == 1
     got = from_rows(as_float(y), out_c, *size)
-    want = moved(x.astype(np.float64), way, out_c, order, frames) + (0 if add is None else more)
+    want = moved(x.astype(np.float64), way, out_c, order, frames, n) + (0 if add is None else more)
     # up to 12 terms are added in float, then the sum is rounded to what is kept
-    share = moved(np.abs(x.astype(np.float64)), way, out_c, order, frames) + np.abs(more)
+    share = moved(np.abs(x.astype(np.float64)), way, out_c, order, frames, n) + np.abs(more)
     assert (np.abs(got - want) <= 12 * 2.0**-24 * share + STEP[dtype] * np.abs(want)).all()
     lanes = as_float(y).reshape(size[0], -1, size[1], 16).transpose(1, 3, 0, 2).reshape(-1, *size)
     assert (lanes[out_c:] == 0).all(), "channels beyond the last must stay zero"
@@ -107,5 +119,5 @@ def test_a_move_passes_nan_on_and_nothing_else():
     y, stats, own = np.zeros((1, 1, 2, 16), np.float32), None, np.zeros(1 << 14, np.float32)
     shapes = (8, 2, 4, 4, 1, 2)
     arrays = (to_rows(x), y, *[None] * 6, stats, own)
-    _kernels.run_pass("ref", 1, "move01", shapes, (2, 2, False, 0, 0, 0.0, 0, False), arrays)
+    _kernels.run_pass("ref", 1, "move0120", shapes, (2, 2, False, 0, 0, 0.0, 0, False), arrays)
     assert np.array_equal(from_rows(y, 4, 1, 2), want, equal_nan=True) and np.isnan(want).sum() == 1

@@ -196,7 +196,7 @@ def test_a_pipeline_of_anothers_modules_says_so():
 
 # Pipelines whose VAEs are recorded modules.
 OWN_VAES = [
-    "hunyuan-video-1.5", "ltx2.3", "ltx2.5", "minimax-h3", "sana", "sana-1.5-4.8b", "sana-1.5-1.6b", "sana-600m",
+    "hunyuan-video-1.5", "ltx2.5", "minimax-h3", "sana", "sana-1.5-4.8b", "sana-1.5-1.6b", "sana-600m",
     "sana-sprint-0.6b", "sana-sprint-1.6b", "ltx-0.9.5",
 ]  # fmt: skip
 
@@ -221,7 +221,7 @@ def test_every_name_is_known_to_all_commands(name):
     ("name", "pipeline"),
     [
         ("MiniMaxAI/MiniMax-H3", "minimax-h3"),
-        ("Lightricks/LTX-2.3", "ltx2.3"),
+        ("Lightricks/LTX-2.5", "ltx2.5"),
         ("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "sana"),
         ("tencent/HunyuanVideo-1.5", "hunyuan-video-1.5"),
     ],
@@ -230,6 +230,13 @@ def test_a_pipeline_whose_vae_alone_is_not_known(name, pipeline):
     assert known_pipeline("pipeline", name) == pipeline
     with pytest.raises(ValueError, match="VAE is known only within its pipeline"):
         named_model("model", name)
+
+
+def test_the_vae_of_ltx_runs_but_is_predicted_within_its_pipeline():
+    assert named_model("model", "Lightricks/LTX-2.3") == "ltx2.3" == known_pipeline("pipeline", "LTX-2.3")
+    for name in ("ltx2.3", "Lightricks/LTX-2"):
+        with refused("model", names=["only within its pipeline"]):
+            vaemem.predict(name, "decode", 512, 768)
 
 
 @pytest.mark.parametrize(

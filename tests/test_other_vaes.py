@@ -313,7 +313,7 @@ def test_other_classes_are_refused_by_name(name):
 
     other = {"_class_name": name, "encoder_block_out_channels": [64]}
     wanted = "AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan, AutoencoderKLQwenImage21, "
-    wanted += "AutoencoderKLHunyuanImage or AutoencoderTiny"
+    wanted += "AutoencoderKLHunyuanImage, AutoencoderTiny or AutoencoderKLLTX2Video"
     said = f"config: _class_name: expected {wanted}, got {name!r}"
     if name == "AutoencoderDC":
         said += "; Sana's has linear attention over many channels, which is another kind of network"

@@ -20,6 +20,7 @@ WAYS = [
     for backend, usable in _core.backends(*numbers)
     if usable and (numbers[1] == "highest" or pairs_of(backend, *numbers))
 ]
+PIXEL, RMS = -1, -2
 # (in, out, frames, height, width, side of the filter, time, norm, add, turned, skipped slices). Winograd from 1024
 # pixels on; channels that fill no block; a single frame, and one more than pairs of frames.
 CASES = [
@@ -33,10 +34,18 @@ CASES = [
     (33, 33, 7, 3, 5, 1, HALVED, False, False, False, 0),
     (32, 32, 9, 4, 66, 1, HALVED, False, False, True, 0),
     (17, 32, 1, 40, 40, 3, SAME, True, True, False, 2),
+    # and frames that are later, whether frames stay as they are at the ends, and whether pictures are mirrored
+    (16, 16, 5, 9, 24, 3, SAME, RMS, True, False, 0, 1, True, True),
+    (32, 20, 4, 8, 33, 3, SAME, RMS, True, True, 0, 1, True, True),
+    (40, 33, 3, 5, 7, 3, SAME, RMS, False, False, 0, 0, True, True),
+    (32, 32, 1, 3, 4, 3, SAME, False, False, True, 0, 1, True, True),
+    (16, 48, 19, 2, 70, 3, SAME, False, False, False, 0, 1, True, False),
+    (24, 32, 2, 40, 40, 3, SAME, RMS, True, False, 0, 0, True, False),
+    (24, 40, 3, 2, 2, 3, SAME, RMS, True, False, 0, 1, True, True),
 ]
 
 
-def over_time(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, time: int) -> np.ndarray:
+def over_time(x, weight, bias, time: int, ahead: int = 0, held: bool = False, mirrored: bool = False) -> np.ndarray:
     """The convolution of (c, frames, h, w) by (out, c, slices, k, k), in float64."""
     k, slices = weight.shape[-1], weight.shape[2]
     first, count = x[:, :1], x.shape[1]
@@ -44,7 +53,8 @@ def over_time(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, time: int) ->
         return first
     if time == DOUBLED:
         x = x[:, 1:]
-    x = np.pad(x, ((0, 0), (slices - 1, 0), (k // 2, k // 2), (k // 2, k // 2)))
+    x = np.pad(x, ((0, 0), (slices - 1 - ahead, ahead), (0, 0), (0, 0)), mode="edge" if held else "constant")
+    x = np.pad(x, ((0, 0), (0, 0), (k // 2, k // 2), (k // 2, k // 2)), mode="reflect" if mirrored else "constant")
     frames, h, w = x.shape[1] - slices + 1, x.shape[2] - k + 1, x.shape[3] - k + 1
     y = np.zeros((weight.shape[0], frames, h, w))
     for dt, dy, dx in itertools.product(range(slices), range(k), range(k)):
@@ -67,7 +77,8 @@ def rows_of(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_pass(case, way):
-    (in_c, out_c, frames, h, w, k, time, norm, adds, turned, skipped), (backend, dtype, precision) = case, way
+    (in_c, out_c, frames, h, w, k, time, norm, adds, turned, skipped, *ends), (backend, dtype, precision) = case, way
+    norm = PIXEL if norm is True else norm
     r = np.random.default_rng(in_c)
     pairs = pairs_of(backend, dtype, precision)
 
@@ -99,10 +110,10 @@ def test_pass(case, way):
         (y, check), (own, check_own) = guarded(up16(out_c) * h * y_frames * w, rows), guarded(max(scratch, more))
         own[:] = np.nan
         _kernels.run_pass(
-            backend, threads, "conv", shapes, (k, 1, False, int(norm), -1 if norm else 0, 1e-6, k // 2, False),
+            backend, threads, "conv", shapes, (k, 1, False, int(norm != 0), norm, 1e-6, k // 2, False),
             (as_kept(rows_of(x), dtype), y, None if add is None else as_kept(rows_of(add), dtype), packed, lanes,
              pad16(gamma), pad16(0 * gamma), None, None, own),
-            dtype, precision, by_task, (frames, y_frames, slices, skipped, time, turned),
+            dtype, precision, by_task, (frames, y_frames, slices, skipped, time, turned, *(ends or (0, 0, 0))),
         )  # fmt: skip
         check(), check_own()
         results.append(y.tobytes())
@@ -110,16 +121,17 @@ def test_pass(case, way):
     loaded = x.astype(np.float64)
     if norm:
         g = loaded / np.maximum(np.linalg.norm(loaded, axis=0), 1e-6) * np.sqrt(in_c) * gamma[:, None, None, None]
+        g = loaded / np.sqrt((loaded**2).mean(0) + 1e-6) if norm == RMS else g
         loaded = g / (1 + np.exp(-g))
     used = weight[:, :, skipped:].astype(np.float64)
     used = used.swapaxes(3, 4) if turned else used  # rows are the picture's columns
     residual = 0 if add is None else add.astype(np.float64)
-    want = over_time(loaded, used, bias, time) + residual
-    size = over_time(np.abs(loaded), np.abs(used), np.abs(bias), time) + np.abs(residual)
+    want = over_time(loaded, used, bias, time, *ends) + residual
+    size = over_time(np.abs(loaded), np.abs(used), np.abs(bias), time, *ends) + np.abs(residual)
     # As in cases.py, roundings are those of sums, of factors in bfloat16, and of the stored result. Winograd's way
     # rounds factors after a transform, which adds up to nine numbers.
     sigmoid = SIGMOID.get(dtype, 0.0) * (backend in ("avx512", "avx512bf16", "amx"))
-    spread = np.sqrt(over_time(loaded**2, used**2, 0 * bias, time))
+    spread = np.sqrt(over_time(loaded**2, used**2, 0 * bias, time, *ends))
     by_winograd = pairs == 1 and backend != "amx" and k == 3
     factors = (12.6 if by_winograd else 4.2) * FACTOR[pairs] * spread
     rounded = STEP[dtype] * (np.abs(want) + factors) + (2.0**-25 if dtype == "float16" else 0)

@@ -18,11 +18,19 @@ from vaemem import VAE, Tiling, _core
 from vaemem._common import frames_factor, latent_factor
 from vaemem.engine.configs import config_of
 
-# Small, with the levels of the real ones: four frames of a video for one of latents.
+# Small, with the levels of the real ones: four or eight frames of a video for one of latents.
 _LEVELS = {"dim_mult": [1, 2, 2, 2], "temperal_downsample": [False, True, True]}
 CONFIGS = {name: FRAMES[name] | _LEVELS for name in ("wan", "wan22")}
 CONFIGS["wan22"] |= {"scale_factor_spatial": 16}
-NAMES = list(CONFIGS)
+_LTX = {"_class_name": "AutoencoderKLLTX2Video", "latent_channels": 8, "layers_per_block": [1, 2, 1, 1, 1]}
+CONFIGS["ltx2"] = _LTX | {"block_out_channels": [16, 32, 64, 128], "decoder_block_out_channels": [16, 32, 64]}
+CONFIGS["ltx2"] |= {"decoder_layers_per_block": [1, 2, 1, 1], "decoder_causal": False}
+CONFIGS["ltx2.3"] = _LTX | {"block_out_channels": [16, 32, 64, 64], "decoder_block_out_channels": [20, 40, 40, 80]}
+CONFIGS["ltx2.3"] |= {"decoder_layers_per_block": [1, 1, 2, 1, 1], "decoder_causal": False}
+CONFIGS["ltx2.3"] |= {"decoder_spatio_temporal_scaling": [True] * 4, "upsample_residual": [False] * 4}
+CONFIGS["ltx2.3"] |= {"upsample_type": ["spatiotemporal", "spatiotemporal", "temporal", "spatial"]}
+CONFIGS["ltx2.3"] |= {"upsample_factor": [2, 2, 1, 2], "decoder_spatial_padding_mode": "zeros"}
+NAMES, WAN = list(CONFIGS), ["wan", "wan22"]
 LIMIT = 1e-5
 
 
@@ -60,7 +68,7 @@ def references():
         if (name, dtype) not in made:
             vae = video_vae(name)
             settings = {key: value for key, value in config_of(vae.arch).items() if key[0] != "_"}
-            theirs = diffusers.AutoencoderKLWan(**settings).eval()
+            theirs = getattr(diffusers, CONFIGS[name]["_class_name"])(**settings).eval()
             core = vae._core
             state = {one: torch.from_numpy(core.get_tensor(one)) for one, _ in core.tensors}
             theirs.load_state_dict(state)
@@ -80,6 +88,7 @@ def references():
 
 # (frames, height, width) of latents: one frame more than pairs of Winograd's fill, and both orientations
 SIZES = [(2, 3, 5), (3, 6, 4), (4, 5, 5), (5, 1, 2), (9, 2, 1)]
+MIRRORS = "ltx2"  # needs two latents
 
 
 @pytest.mark.parametrize("op", ["decode", "encode"])
@@ -87,6 +96,7 @@ SIZES = [(2, 3, 5), (3, 6, 4), (4, 5, 5), (5, 1, 2), (9, 2, 1)]
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_videos_are_diffusers(references, name, op, size):
     vae = video_vae(name)
+    size = tuple(max(side, 2) for side in size) if name == MIRRORS else size
     data = input_of(vae, op, *size, batch=2 if size[0] < 4 else 1)
     got = run(vae, op, data)
     want = references(name)(op, data)
@@ -182,14 +192,15 @@ def test_the_largest_that_fit():
 def test_memory_grows_with_one_side_and_the_frames_alone():
     """Rows of all frames are streamed along the longer side. So if that side grows, memory grows only by the tensors
     of the middle block, which are stored whole at the size of the latents."""
-    vae = VAE.random("qwen-image", parts="decoder", videos=True)
-    weights = vae.reserved_bytes
-    for height, width, most in ((480, 832, 1.3), (832, 480, 1.3), (720, 1280, 2.0)):  # GiB besides weights and video
-        run = vae.estimate("decode", height, width, frames=81)
-        least = vae.smallest("decode", height, width, frames=81) - run.output_bytes - weights
-        assert 0.5 * most * 2**30 < least <= most * 2**30
+    wan, ltx = (VAE.random(name, parts="decoder", videos=True) for name in ("qwen-image", "ltx2.3"))
+    cases = [(wan, 480, 832, 81, 1.3), (wan, 832, 480, 81, 1.3), (wan, 720, 1280, 81, 2.0)]
+    cases += [(ltx, 480, 832, 121, 1.0), (ltx, 704, 1280, 121, 1.4)]
+    for vae, height, width, frames, most in cases:  # GiB besides weights and video
+        run = vae.estimate("decode", height, width, frames=frames)
+        least = vae.smallest("decode", height, width, frames=frames) - run.output_bytes - vae.reserved_bytes
+        assert 0.5 * most * 2**30 < least <= most * 2**30, (vae.model, height, least / 2**30)
     assert (
-        vae.estimate("decode", 480, 832, frames=81).peak_bytes == vae.estimate("decode", 832, 480, frames=81).peak_bytes
+        wan.estimate("decode", 480, 832, frames=81).peak_bytes == wan.estimate("decode", 832, 480, frames=81).peak_bytes
     )
 
 
@@ -248,7 +259,7 @@ def test_latents_of_pipelines():
     assert np.allclose(vae.encode(x, scaled=True).mode(), (vae.encode(x).mean - mean) / std, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WAN)
 def test_one_frame_is_an_image(name):
     """A VAE of videos runs one frame as a VAE of images does, to the bit."""
     vae, images = video_vae(name), video_vae(name, videos=False)
@@ -268,6 +279,26 @@ def test_one_frame_is_an_image(name):
         images.estimate("decode", 32, 32, frames=5)
 
 
+@pytest.mark.parametrize("name", ["ltx2", "ltx2.3"])
+def test_ltx_is_of_videos_alone(name):
+    """An image is a video of one frame."""
+    vae = video_vae(name)
+    assert vae.arch["videos"] and "latents_std" in vae.state_dict()
+    for op in ("decode", "encode"):
+        data = input_of(vae, op, 1, 2, 3)
+        assert np.array_equal(run(vae, op, data)[:, :, 0], run(vae, op, data[:, :, 0]))
+    mean, std = (vae.state_dict()[f"latents_{one}"].reshape(1, -1, 1, 1, 1) for one in ("mean", "std"))
+    z = latents(vae, 2, 2, 3)
+    assert np.allclose(vae.decode(z, scaled=True), vae.decode(z * std + mean), atol=1e-6)
+    with refused("videos", names=["one frame"]):
+        video_vae(name, videos=False)
+    with refused("frames", names=["a multiple of 8"]):
+        vae.estimate("decode", 64, 64, frames=5)
+    if name == MIRRORS:
+        with refused("height", names=["64 or more"]):
+            vae.decode(latents(vae, 2, 1, 3))
+
+
 def test_who_runs_videos():
     assert all(small_vae(name).arch.get("videos", False) is (name in NAMES) for name in FRAMES)
     assert VAE.random("qwen-image", videos=True, parts="decoder").arch["videos"]
@@ -275,7 +306,7 @@ def test_who_runs_videos():
     other = CONFIGS["wan"] | {"temperal_downsample": [True, True, True]}
     assert "videos" not in VAE.random(config=other).arch
     for kwargs in ({"model": "sdxl"}, {"config": config("qwen21")}):
-        with refused("videos", names=["Wan 2.1"]):
+        with refused("videos", names=["of Wan and of LTX-2"]):
             VAE.random(videos=True, parts="decoder", **kwargs)
     for frames in (0, -3, 2, 7, 1 << 30):
         with refused("frames"):
@@ -317,6 +348,37 @@ def test_wans_own_names(tmp_path):
     z = latents(vae, 2, 2, 3)
     assert np.array_equal(loaded.decode(z), vae.decode(z))
     assert "videos" not in VAE.load(tmp_path / "wan.safetensors", parts="decoder").arch
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["ltx2", "ltx2.3"])
+def test_checkpoints_of_ltx(tmp_path, name):
+    """The authors' checkpoints have the VAE under ``vae.``, next to the rest of the model, and no config."""
+    from safetensors.numpy import save_file
+
+    from vaemem.engine import layouts
+
+    vae = VAE.random(name, parts="decoder", dtype="bfloat16")
+    tensors = {one: vae._core.get_tensor(one) for one, _ in vae._core.tensors}
+    spelt = layouts.spell(tensors, "ltx", 4)
+    assert (
+        spelt["decoder.mid_block.resnets.0.conv1.conv.weight"] == "decoder.up_blocks.0.res_blocks.0.conv1.conv.weight"
+    )
+    assert spelt["decoder.up_blocks.1.upsamplers.0.conv.conv.bias"] == "decoder.up_blocks.3.conv.conv.bias"
+    assert spelt["decoder.up_blocks.1.resnets.0.conv1.conv.bias"] == "decoder.up_blocks.4.res_blocks.0.conv1.conv.bias"
+    assert spelt["latents_mean"] == "per_channel_statistics.mean-of-means"
+    encoder = ["encoder.down_blocks.1.resnets.0.conv1.conv.bias", "encoder.down_blocks.1.downsamplers.0.conv.conv.bias"]
+    encoder = [*layouts.spell([*encoder, "encoder.mid_block.resnets.1.conv1.conv.bias"], "ltx", 4).values()]
+    assert [one.split(".")[2] for one in encoder] == ["2", "3", "8"]
+    stored = {f"vae.{spelt[one]}": tensor for one, tensor in tensors.items()}
+    stored |= {f"vae.per_channel_statistics.{one}": np.ones(128, np.float32) for one in ("channel", "mean-of-stds")}
+    others = ["audio_vae.decoder.up.0.block.0.conv1.conv.weight", "audio_vae.per_channel_statistics.mean-of-means"]
+    stored |= dict.fromkeys([*others, "model.diffusion_model.proj_out.weight"], np.ones((2, 2), np.float32))
+    save_file(stored, tmp_path / "ltx.safetensors")
+    loaded = VAE.load(tmp_path / "ltx.safetensors", parts="decoder", dtype="bfloat16")
+    assert loaded.model == name
+    z = latents(vae, 2, 2, 2)
+    assert np.array_equal(loaded.decode(z), vae.decode(z))
 
 
 @pytest.mark.parametrize("op", ["decode", "encode"])
@@ -459,19 +521,21 @@ def test_bytes_of_pytorch_and_tiles_of_videos():
 def drop_in_of(name: str = "wan"):
     torch = pytest.importorskip("torch")
     diffusers = pytest.importorskip("diffusers")
-    from vaemem.pytorch import AutoencoderKLWan
+    import vaemem.pytorch
 
-    settings = {key: value for key, value in CONFIGS[name].items() if key[0] != "_"}
+    class_name = CONFIGS[name]["_class_name"]
+    settings = {key: value for key, value in config_of(video_vae(name).arch).items() if key[0] != "_"}
     torch.manual_seed(0)
-    theirs = diffusers.AutoencoderKLWan(**settings).eval()
-    return torch, theirs, AutoencoderKLWan.from_module(theirs)
+    theirs = getattr(diffusers, class_name)(**settings).eval()
+    return torch, theirs, getattr(vaemem.pytorch, class_name).from_module(theirs)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_drop_in_is_diffusers(name):
     torch, theirs, ours = drop_in_of(name)
     z, x = torch.from_numpy(latents(ours.vae, 3, 2, 3)), torch.from_numpy(videos(ours.vae, 2, 2, 3))
-    x = torch.cat([x, x[:, :, :2]], 2)  # two frames that diffusers drops
+    if name in WAN:
+        x = torch.cat([x, x[:, :, :2]], 2)  # two frames that diffusers drops
     with torch.no_grad():
         for mine, want in (
             (ours.decode(z).sample, theirs.decode(z).sample),
@@ -510,9 +574,10 @@ def test_a_pipeline_of_diffusers_makes_a_video():
     assert ours.last_run.frames == 9
 
 
-def test_safe_decode_of_a_video():
+@pytest.mark.parametrize("name", ["wan", "ltx2.3"])
+def test_safe_decode_of_a_video(name):
     """If PyTorch runs out of memory, vaemem decodes the video on the CPU."""
-    torch, theirs, ours = drop_in_of()
+    torch, theirs, ours = drop_in_of(name)
     from types import SimpleNamespace
 
     from vaemem.pytorch import safe_decode

@@ -89,7 +89,7 @@ def diffusers_vae(arch: dict, dtype: torch.dtype, device: str = "meta") -> nn.Mo
     if arch.get("family") == "tiny":
         with torch.device(device):
             return Tiny(config_of(arch)).eval().to(dtype)
-    if arch.get("family") == "wan":
+    if arch.get("family") in ("wan", "ltx"):
         return OneFrame(of_config(config_of(arch), dtype, device))
     if arch.get("family") == "hunyuan_image":
         return of_config(config_of(arch), dtype, device)

@@ -53,12 +53,16 @@ TILED_OPS: tuple[TiledOp, ...] = get_args(TiledOp)
 
 def latent_factor(arch: Mapping[str, Any]) -> int:
     """Return a latent pixel's side in image pixels. Levels of blocks but the last halve the side; so do patches."""
+    if arch.get("family") == "ltx":
+        return int(4 * 2 ** sum(kind in ("spatial", "spatiotemporal") for kind in arch["downsample_type"]))
     return int(2 ** (len(arch["block_out_channels"]) - 1)) * int(arch.get("image_patch") or 1)
 
 
 def frames_factor(arch: Mapping[str, Any]) -> int:
     """Return how many frames of a video, after the first, one frame of its latents stands for; 1 if the model is not
     of videos."""
+    if arch.get("family") == "ltx":
+        return int(2 ** sum(kind in ("temporal", "spatiotemporal") for kind in arch["downsample_type"]))
     if arch.get("family") != "wan":
         return 1
     levels = len(arch["block_out_channels"]) - 1

@@ -236,30 +236,34 @@ static vm_view whole(void *data, vm_dtype dtype, const vm_shape *s) {
 /* Returns: floats of an array for a pass's prepared memory and scratch, at any address. */
 static size_t scratch_floats(const vm_needs *n) { return (n->prepared + n->scratch + VM_ALIGN) / sizeof(float); }
 
-/* Parses conv, attention, or a move with the numbers of its order and of its frames: move01. */
+/* Parses conv, attention, or a move with the numbers of its order, frames, side and whether channels go in turn:
+ * move0120. */
 static vm_pass_kind kind_of(const char *kind, vm_move *move) {
     if (strncmp(kind, "move", 4)) return strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
-    *move = (vm_move){(vm_order)(kind[4] - '0'), (uint32_t)(kind[5] - '0')};
+    *move = (vm_move){(vm_order)(kind[4] - '0'), (uint32_t)(kind[5] - '0'), (uint32_t)(kind[6] - '0'), kind[7] == '1'};
     return VM_PASS_MOVE;
 }
 
 /* run_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, act, groups, eps, pad, relu), arrays,
- * dtype='float32', precision='highest', by_task=False, (xf, yf, slices, skipped, time, turned)=(1, 1, 1, 0, 0, 0))
- * groups: -1 for a pixel norm. arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None
- * for absent ones; all rows. x, y, add and weight are of that dtype (bfloat16 as uint16), the rest float32. */
+ * dtype='float32', precision='highest', by_task=False,
+ * (xf, yf, slices, skipped, time, turned, ahead, held, mirrored)=(1, 1, 1, 0, 0, 0, 0, 0, 0))
+ * groups: -1 for a pixel norm, -2 for one by the root mean square. arrays: a tuple of x, y, add, weight, bias, gamma,
+ * beta, x_stats, y_stats, scratch; None for absent ones; all rows. x, y, add and weight are of that dtype (bfloat16 as
+ * uint16), the rest float32. */
 static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
-    int up, act, relu, by_task = false, time = VM_TIME_SAME, turned = false;
+    int up, act, relu, by_task = false, time = VM_TIME_SAME, turned = false, held = false, mirrored = false;
     double seconds = 0;
     PyObject *arrays, *a[10];
     vm_pass p = {.x.f = 1, .y.f = 1, .slices = 1, .x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipinfip)O!|O&O&p(nnbbip)", &backend, vm_py_to_threads, &threads, &kind,
-                          &p.x.c, &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &act, &p.groups,
-                          &p.eps, &p.pad, &relu, &PyTuple_Type, &arrays, vm_py_to_dtype, &dtype, vm_py_to_precision,
-                          &precision, &by_task, &p.x.f, &p.y.f, &p.slices, &p.skipped, &time, &turned) ||
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipinfip)O!|O&O&p(nnbbipbpp)", &backend, vm_py_to_threads, &threads,
+                          &kind, &p.x.c, &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &act,
+                          &p.groups, &p.eps, &p.pad, &relu, &PyTuple_Type, &arrays, vm_py_to_dtype, &dtype,
+                          vm_py_to_precision, &precision, &by_task, &p.x.f, &p.y.f, &p.slices, &p.skipped, &time,
+                          &turned, &p.ahead, &held, &mirrored) ||
         !PyArg_ParseTuple(arrays, "OOOOOOOOOO", &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9]))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
@@ -270,9 +274,13 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     p.relu = relu;
     p.time = (vm_time)time;
     p.turned = turned;
-    const bool of_pixels = p.groups == (size_t)-1;
-    p.norm = of_pixels ? VM_NORM_PIXEL : p.groups ? VM_NORM_GROUP : VM_NORM_NONE;
-    if (of_pixels) p.groups = 0;
+    p.held = held;
+    p.mirrored = mirrored;
+    p.norm = p.groups == (size_t)-1   ? VM_NORM_PIXEL
+             : p.groups == (size_t)-2 ? VM_NORM_RMS
+             : p.groups               ? VM_NORM_GROUP
+                                      : VM_NORM_NONE;
+    if (vm_norm_by_pixel(p.norm)) p.groups = 0;
     p.add = a[2] != Py_None;
     p.stats = a[8] != Py_None;
     p.clamp.from = (uint32_t)p.y.c;

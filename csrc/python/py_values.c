@@ -91,7 +91,32 @@ static int put(PyObject *dict, const char *key, PyObject *value) {
 }
 
 static const char *const families[] = {
-    [VM_KL] = "kl", [VM_WAN] = "wan", [VM_HUNYUAN_IMAGE] = "hunyuan_image", [VM_TINY] = "tiny"};
+    [VM_KL] = "kl", [VM_WAN] = "wan", [VM_HUNYUAN_IMAGE] = "hunyuan_image", [VM_TINY] = "tiny", [VM_LTX] = "ltx"};
+
+/* What a resampler of VM_LTX does, in diffusers' words. */
+static const char *const resamplers[] = {"none", [VM_SPACE] = "spatial", [VM_TIME] = "temporal",
+                                         [VM_SPACE | VM_TIME] = "spatiotemporal"};
+
+static PyObject *resampler_item(const void *what, size_t i) {
+    return PyUnicode_FromString(resamplers[((const uint8_t *)what)[i]]);
+}
+
+/* Adds the fields of VM_LTX. */
+static int put_halves(PyObject *dict, const vm_arch *a) {
+    const struct vm_half *down = &a->half[VM_ENCODE], *up = &a->half[VM_DECODE];
+    const size_t downs = vm_arch_levels(a, VM_ENCODE), ups = vm_arch_levels(a, VM_DECODE);
+    return put(dict, "decoder_block_out_channels", vm_py_sizes(a->decoder_block_out_channels, ups)) ||
+           put(dict, "encoder_layers_per_block", vm_py_sizes(down->layers, downs + 1)) ||
+           put(dict, "decoder_layers_per_block", vm_py_sizes(up->layers, ups + 1)) ||
+           put(dict, "downsample_type", tuple(downs, resampler_item, down->resamplers)) ||
+           put(dict, "upsample_type", tuple(ups, resampler_item, up->resamplers)) ||
+           put(dict, "upsample_factor", vm_py_sizes(up->factor, ups)) ||
+           put(dict, "upsample_residual", tuple(ups, bool_item, up->added)) ||
+           put(dict, "encoder_causal", PyBool_FromLong(down->causal)) ||
+           put(dict, "decoder_causal", PyBool_FromLong(up->causal)) ||
+           put(dict, "encoder_reflects", PyBool_FromLong(down->mirrored)) ||
+           put(dict, "decoder_reflects", PyBool_FromLong(up->mirrored));
+}
 
 PyObject *vm_py_arch_to_dict(const vm_arch *a) {
     PyObject *dict = Py_BuildValue(
@@ -108,7 +133,9 @@ PyObject *vm_py_arch_to_dict(const vm_arch *a) {
     if (!failed && a->videos) failed = put(dict, "videos", Py_NewRef(Py_True));
     if (!failed && a->residual) failed = put(dict, "temperal_downsample", tuple(a->levels - 1, bool_item, a->temporal));
     if (!failed && a->image_patch) failed = put(dict, "image_patch", PyLong_FromSize_t(a->image_patch));
-    if (!failed && a->decoder_block_out_channels[0])
+    if (!failed && a->family == VM_LTX)
+        failed = put_halves(dict, a);
+    else if (!failed && a->decoder_block_out_channels[0])
         failed = put(dict, "decoder_block_out_channels", vm_py_sizes(a->decoder_block_out_channels, a->levels));
     if (!failed && a->statistics)
         failed = put(dict, "latents_mean", tuple(a->statistics, float_item, a->latents_mean)) ||
@@ -205,8 +232,62 @@ static int get_family(PyObject *dict, vm_family *out) {
         *out = (vm_family)i;
         if (!strcmp(text, families[i])) return 0;
     }
-    vm_py_refuse(PyExc_ValueError, VM_EXPECTED_IN("arch", "family", "kl, wan, hunyuan_image or tiny", "%R"), v);
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED_IN("arch", "family", "kl, wan, hunyuan_image, tiny or ltx", "%R"), v);
     return -1;
+}
+
+/* Reads the list of what the resamplers of a half of VM_LTX do. */
+static int get_resamplers(PyObject *dict, const char *key, uint8_t *to, size_t count) {
+    PyObject *v = item(dict, key), *list = v ? PySequence_Tuple(v) : NULL;
+    if (v && !list) return check_value(key, "a list of words", v);
+    if (!list) return -1;
+    int failed = (size_t)PyTuple_Size(list) != count;
+    for (size_t i = 0; i < count && !failed; i++) {
+        PyObject *word = PyTuple_GetItem(list, (Py_ssize_t)i);
+        to[i] = UINT8_MAX;
+        for (size_t what = 0; what < sizeof resamplers / sizeof *resamplers; what++)
+            if (PyUnicode_Check(word) && !PyUnicode_CompareWithASCIIString(word, resamplers[what]))
+                to[i] = (uint8_t)what;
+        failed = to[i] == UINT8_MAX;
+    }
+    if (failed)
+        vm_py_refuse(PyExc_ValueError,
+                     VM_EXPECTED_IN("arch", "%s", "%zu of none, spatial, temporal or spatiotemporal", "%R"), key, count,
+                     v);
+    Py_DECREF(list);
+    return failed ? -1 : 0;
+}
+
+/* Reads a list of `count` numbers. */
+static int get_counts(PyObject *dict, const char *key, size_t *to, size_t count) {
+    bool has;
+    if (!item(dict, key) || get_list(dict, key, to, NULL, count, &has)) return -1;
+    if (!has) vm_py_refuse(PyExc_ValueError, VM_EXPECTED_IN("arch", "%s", "%zu numbers", "None"), key, count);
+    return has ? 0 : -1;
+}
+
+/* Reads the fields of VM_LTX. A decoder has as many blocks as its widths, at most as many as the encoder. */
+static int get_halves(PyObject *dict, vm_arch *a) {
+    struct vm_half *down = &a->half[VM_ENCODE], *up = &a->half[VM_DECODE];
+    const char *const widths = "decoder_block_out_channels";
+    size_t ups = 0, added[VM_MAX_LEVELS] = {0};
+    PyObject *v = item(dict, widths);
+    if (!v || get_numbers(v, widths, a->decoder_block_out_channels, NULL, VM_MAX_LEVELS, &ups)) return -1;
+    if (!ups || ups > a->levels || a->levels > VM_MAX_LEVELS) {
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED_IN("arch", "%s", "1 to %zu numbers", "%zu"), widths,
+                     VM_MIN(a->levels, (size_t)VM_MAX_LEVELS), ups);
+        return -1;
+    }
+    if (get_counts(dict, "encoder_layers_per_block", down->layers, a->levels + 1) ||
+        get_counts(dict, "decoder_layers_per_block", up->layers, ups + 1) ||
+        get_counts(dict, "upsample_factor", up->factor, ups) || get_counts(dict, "upsample_residual", added, ups) ||
+        get_resamplers(dict, "downsample_type", down->resamplers, a->levels) ||
+        get_resamplers(dict, "upsample_type", up->resamplers, ups) || get_bool(dict, "encoder_causal", &down->causal) ||
+        get_bool(dict, "decoder_causal", &up->causal) || get_bool(dict, "encoder_reflects", &down->mirrored) ||
+        get_bool(dict, "decoder_reflects", &up->mirrored))
+        return -1;
+    for (size_t i = 0; i < ups; i++) up->added[i] = added[i] != 0;
+    return 0;
 }
 
 /* Optional for VM_WAN: whether it has slices (the default) and keeps all of them, and the fields of a residual one. */
@@ -231,7 +312,9 @@ static int get_frames(PyObject *dict, vm_arch *a) {
 static int get_extras(PyObject *dict, vm_arch *a) {
     const size_t levels = VM_MIN(a->levels, VM_MAX_LEVELS), channels = VM_MIN(a->latent_channels, VM_MAX_STATISTICS);
     bool decoder, mean, std, patched;
-    if (get_list(dict, "decoder_block_out_channels", a->decoder_block_out_channels, NULL, levels, &decoder) ||
+    const bool ltx = a->family == VM_LTX;
+    if ((ltx && get_halves(dict, a)) ||
+        (!ltx && get_list(dict, "decoder_block_out_channels", a->decoder_block_out_channels, NULL, levels, &decoder)) ||
         get_list(dict, "latents_mean", NULL, a->latents_mean, channels, &mean) ||
         get_list(dict, "latents_std", NULL, a->latents_std, channels, &std) ||
         get_list(dict, "patch_size", a->patch_size, NULL, 2, &patched))

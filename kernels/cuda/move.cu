@@ -7,16 +7,17 @@
 template <typename T>
 VM_DEVICE float vm_moved(const vm_move_args &a, uint32_t row, uint32_t column, size_t c) {
     const T *const x = static_cast<const T *>(a.x);
+    const uint32_t side = a.move.side;
     if (a.up || (!a.down && a.y_c > a.x_c)) {
-        const size_t at = a.up ? vm_move_at(a.move, a.y_c, c, a.move.frames - 1, row % 2, column % 2) : c;
-        const size_t pixel = a.up ? (size_t)(row / 2) * a.x_w + column / 2 : (size_t)row * a.x_w + column;
+        const size_t at = a.up ? vm_move_at(a.move, a.y_c, c, a.move.frames - 1, row % side, column % side) : c;
+        const size_t pixel = a.up ? (size_t)(row / side) * a.x_w + column / side : (size_t)row * a.x_w + column;
         return vm_to_float(x[pixel * a.x_pitch + at / a.share]);
     }
     float sum = 0;
     for (size_t i = 0; i < a.share; i++) {
         size_t from = c * a.share + i, r = 0, s = 0;
         if (a.down && vm_move_from(a.move, a.x_c, from, &from, &r, &s) + 1 != a.move.frames) continue;
-        const size_t pixel = a.down ? (row * 2 + r) * a.x_w + column * 2 + s : (size_t)row * a.x_w + column;
+        const size_t pixel = a.down ? (row * side + r) * a.x_w + column * side + s : (size_t)row * a.x_w + column;
         sum += vm_to_float(x[pixel * a.x_pitch + from]) * (1 / (float)a.share);
     }
     return sum;

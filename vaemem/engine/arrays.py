@@ -77,7 +77,7 @@ class _Arrays:
         themselves. floats: as for `request_of`."""
         (scale_in, channels), (scale_out, out_channels) = ends_of(arch, op)
         axis = 1  # of the channels
-        is_video = len(given.shape) == 5 and arch.get("family") == "wan"
+        is_video = len(given.shape) == 5 and arch.get("family") in ("wan", "ltx")
         time = "F, " if is_video else ""
         if op == "decode":
             wanted = f"(N, {channels}, {time}h, w) for {arch['name']}"

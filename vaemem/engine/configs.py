@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import letters, meant
+from vaemem._common import frames_factor, latent_factor, letters, meant
 from vaemem._errors import ArgumentError, FileError, NoFileError
 from vaemem._numpy import np
 from vaemem.engine.arguments import as_path
@@ -48,6 +48,16 @@ _QWEN_21 |= {key: tuple(_core.models()["qwen-image-2.1"][key]) for key in ("late
 _HUNYUAN: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 64, "layers_per_block": 2}
 _HUNYUAN |= {"block_out_channels": (128, 256, 512, 512, 1024, 1024), "spatial_compression_ratio": 32}
 _HUNYUAN |= {"scaling_factor": None}
+_LTX: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 128, "scaling_factor": 1.0}
+_LTX |= {"block_out_channels": (256, 512, 1024, 2048), "decoder_block_out_channels": (256, 512, 1024)}
+_LTX |= {"layers_per_block": (4, 6, 6, 2, 2), "decoder_layers_per_block": (5, 5, 5, 5)}
+_LTX |= {"spatio_temporal_scaling": (True,) * 4, "decoder_spatio_temporal_scaling": (True,) * 3}
+_LTX |= {"downsample_type": ("spatial", "temporal", "spatiotemporal", "spatiotemporal")}
+_LTX |= {"upsample_type": ("spatiotemporal",) * 3, "upsample_residual": (True,) * 3, "upsample_factor": (2, 2, 2)}
+_LTX |= {"encoder_causal": True, "decoder_causal": True, "resnet_norm_eps": 1e-6}
+_LTX |= {"encoder_spatial_padding_mode": "zeros", "decoder_spatial_padding_mode": "reflect"}
+_LTX |= {"spatial_compression_ratio": None, "temporal_compression_ratio": None, "down_block_types": None}
+_LTX |= {"decoder_inject_noise": None}
 # use_midblock_gn exists in TAEF2 but not in diffusers; the last three do not affect the arithmetic.
 _TINY: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "scaling_factor": 1.0, "shift_factor": 0.0}
 _TINY |= {f"{half}_block_out_channels": (64,) * 4 for half in ("encoder", "decoder")}
@@ -63,7 +73,7 @@ _BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpD
 _IGNORED = ("name", "sample_size", "force_upcast", "batch_norm_momentum")
 SAMPLE_SIZES = dict.fromkeys(_core.models(), 1024) | {"sd15": 512, "hunyuanimage-2.1": 384}
 SAMPLE_SIZES |= dict.fromkeys(("qwen-image", "wan2.2", "qwen-image-2.1"), 256)
-SAMPLE_SIZES |= {name: 512 for name, arch in _core.models().items() if arch.get("family") == "tiny"}
+SAMPLE_SIZES |= {name: 512 for name, arch in _core.models().items() if arch.get("family") in ("tiny", "ltx")}
 # Repositories whose configs have another sample size than their model.
 _OTHER_SAMPLE_SIZES = {"sdvaeftmse": 256, "sdvaeftema": 256}
 
@@ -86,11 +96,14 @@ def _bad_config(key: str, wanted: str, got: object, advice: str = "") -> Argumen
 _OPTIONAL: Arch = {"scaling_factor": 0.0, "shift_factor": 0.0} | dict.fromkeys(_STATISTICS, (0.0,))
 _OPTIONAL |= {"decoder_block_out_channels": (1,), "decoder_base_dim": 1, "patch_size": 1}
 _OPTIONAL |= {"temperal_downsample": (False,), "scale_factor_temporal": 1, "scale_factor_spatial": 1}
+_OPTIONAL |= {"spatial_compression_ratio": 1, "temporal_compression_ratio": 1, "down_block_types": ("",)}
+_OPTIONAL |= {"decoder_inject_noise": (False,)}
 # Words for one and for several, Python's types and NumPy's, least and most.
-_KINDS: dict[type, tuple[str, str, Any, str, float, float]] = {
+_KINDS: dict[type, tuple[str, str, Any, str, Any, Any]] = {
     bool: ("true or false", "true or false", bool, "bool_", 0, 1),
     int: ("a positive integer below 2^31", "positive integers", int, "integer", 1, (1 << 31) - 1),
     float: ("a finite number of single precision", "finite numbers", (int, float), "floating", -LARGEST, LARGEST),
+    str: ("a word", "words", str, "str_", "", "\U0010ffff"),
 }
 
 
@@ -204,8 +217,10 @@ def read_contents(config: Config) -> tuple[Arch, Mapping[str, Any]]:
 def is_of_videos(config: Config) -> bool:
     """Return whether a config is of a class that makes videos, as the engine runs them."""
     contents = _read_file(config)[0]
-    if contents.get("videos") or _class_of(contents) != "AutoencoderKLWan":
-        return bool(contents.get("videos"))
+    if contents.get("videos") or (name := _class_of(contents)) == "AutoencoderKLLTX2Video":
+        return True
+    if name != "AutoencoderKLWan":
+        return False
     times = contents.get("temperal_downsample")  # without residuals, the architecture has no others than these
     return bool(contents.get("is_residual")) or times is None or list(times) == [i > 0 for i in range(len(times))]
 
@@ -225,7 +240,12 @@ def sample_size_of(config: Config | None, model: str) -> int | None:
 
 # The class of a config that names none: an `Arch` by its family, otherwise by a key that no other class has.
 _FAMILIES = {"wan": "AutoencoderKLWan", "hunyuan_image": "AutoencoderKLHunyuanImage", "tiny": "AutoencoderTiny"}
-_MARKS = {"input_channels": "AutoencoderKLQwenImage", "base_dim": "AutoencoderKLWan"}
+_FAMILIES |= {"ltx": "AutoencoderKLLTX2Video"}
+_MARKS = {
+    "upsample_factor": "AutoencoderKLLTX2Video",
+    "input_channels": "AutoencoderKLQwenImage",
+    "base_dim": "AutoencoderKLWan",
+}
 _MARKS |= {"spatial_compression_ratio": "AutoencoderKLHunyuanImage", "num_encoder_blocks": "AutoencoderTiny"}
 _MARKS |= {"patch_size": "AutoencoderKLFlux2"}
 
@@ -377,6 +397,56 @@ def _tiny_config(arch: Mapping[str, Any]) -> Arch:
     return config | ({"use_midblock_gn": True} if arch["norm_num_groups"] else {})
 
 
+def _read_ltx(said: Arch, config: Mapping[str, Any]) -> Arch:
+    down, up = len(said["block_out_channels"]), len(said["decoder_block_out_channels"])
+    lists = {"downsample_type": down, "spatio_temporal_scaling": down, "layers_per_block": down + 1}
+    lists |= {"upsample_type": up, "decoder_spatio_temporal_scaling": up, "decoder_layers_per_block": up + 1}
+    lists |= {"upsample_residual": up, "upsample_factor": up}
+    for key, count in lists.items():
+        if len(said[key]) != count:
+            raise _bad_config(key, f"{count} items", said[key])
+    for key, one in {"down_block_types": "LTX2VideoDownBlock3D", "decoder_inject_noise": False}.items():
+        if said[key] and set(said[key]) != {one}:
+            raise _bad_config(key, f"only {one}, which runs here", said[key])
+    for half in ("encoder", "decoder"):
+        if (mode := said[f"{half}_spatial_padding_mode"]) not in ("zeros", "reflect"):
+            raise _bad_config(f"{half}_spatial_padding_mode", "zeros or reflect", mode)
+
+    def resamplers(types: str, scaling: tuple[bool, ...]) -> tuple[str, ...]:
+        return tuple(kind if scales else "none" for kind, scales in zip(said[types], scaling, strict=True))
+
+    arch = {key: said[key] for key in _LTX_SHARED}
+    arch |= {"family": "ltx", "name": "custom", "videos": True, "norm_num_groups": 0, "norm_eps": 1e-8}
+    arch |= {"use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": False}
+    arch |= {"shift_factor": 0.0, "layers_per_block": said["layers_per_block"][0]}
+    arch |= {"encoder_layers_per_block": said["layers_per_block"]}
+    arch |= {f"{half}_reflects": said[f"{half}_spatial_padding_mode"] == "reflect" for half in ("encoder", "decoder")}
+    # diffusers' decoder reverses all lists except upsample_type.
+    arch["downsample_type"] = resamplers("downsample_type", said["spatio_temporal_scaling"])
+    arch["upsample_type"] = resamplers("upsample_type", said["decoder_spatio_temporal_scaling"][::-1])
+    for key, ratio in _ltx_ratios(arch).items():
+        if said[key] not in (None, ratio):
+            raise _bad_config(key, f"{ratio}, which the blocks make", said[key])
+    return arch
+
+
+def _ltx_ratios(arch: Mapping[str, Any]) -> dict[str, int]:
+    return {"spatial_compression_ratio": latent_factor(arch), "temporal_compression_ratio": frames_factor(arch)}
+
+
+def _ltx_config(arch: Mapping[str, Any]) -> Arch:
+    config: Arch = {key: _decimal(value) for key, value in arch.items() if key in _LTX_SHARED}
+    config["layers_per_block"] = list(arch["encoder_layers_per_block"])
+    for half, kinds, scaling in (("encoder", "downsample_type", ""), ("decoder", "upsample_type", "decoder_")):
+        scales = [kind != "none" for kind in arch[kinds]]
+        config[kinds] = ["spatial" if kind == "none" else kind for kind in arch[kinds]]
+        config[f"{scaling}spatio_temporal_scaling"] = scales[::-1] if half == "decoder" else scales
+        config[f"{half}_spatial_padding_mode"] = "reflect" if arch[f"{half}_reflects"] else "zeros"
+    config["decoder_inject_noise"] = [False] * len(arch["decoder_layers_per_block"])
+    config["down_block_types"] = ["LTX2VideoDownBlock3D"] * len(arch["downsample_type"])
+    return config | _ltx_ratios(arch) | _ONLY_LTX
+
+
 class _Class(NamedTuple):
     """A class of diffusers that runs here."""
 
@@ -391,6 +461,12 @@ _ONLY_KL = {"act_fn": "silu", "norm_eps": 1e-6}
 _ONLY_FRAMES: Arch = {"attn_scales": [], "dropout": 0.0}
 _ONLY_HUNYUAN = {"downsample_match_channel": True, "upsample_match_channel": True}
 _ONLY_TINY = {"act_fn": "relu", "upsample_fn": "nearest", "upsampling_scaling_factor": 2}
+_ONLY_LTX: Arch = {"patch_size": 4, "patch_size_t": 1, "timestep_conditioning": False}
+_LTX_SHARED = (
+    "in_channels", "out_channels", "latent_channels", "scaling_factor", "block_out_channels",
+    "decoder_block_out_channels", "decoder_layers_per_block", "upsample_factor", "upsample_residual",
+    "encoder_causal", "decoder_causal",
+)  # fmt: skip
 _CLASSES = {
     "AutoencoderKL": _Class(_KL, _ONLY_KL, 32, _read_kl, _kl_config),
     "AutoencoderKLFlux2": _Class(_FLUX2, _ONLY_KL, 1024, _read_kl, _kl_config),
@@ -399,9 +475,12 @@ _CLASSES = {
     "AutoencoderKLQwenImage21": _Class(_QWEN_21, _ONLY_FRAMES, 256, _read_frames, _frames_config),
     "AutoencoderKLHunyuanImage": _Class(_HUNYUAN, _ONLY_HUNYUAN, 384, _read_hunyuan, _hunyuan_config),
     "AutoencoderTiny": _Class(_TINY, _ONLY_TINY, 512, _read_tiny, _tiny_config),
+    "AutoencoderKLLTX2Video": _Class(_LTX, _ONLY_LTX, 512, _read_ltx, _ltx_config),
 }
 CLASSES = tuple(_CLASSES)
 _ARCH_KEYS = [*dict.fromkeys((*_KL, *_FLUX2)), "family", "slices", "temperal_downsample", "image_patch"]
+_ARCH_KEYS += ["encoder_layers_per_block", "downsample_type", "upsample_type", "encoder_reflects", "decoder_reflects"]
+_ARCH_KEYS += _LTX_SHARED[5:]
 
 
 def _parse_config(config: Mapping[str, Any]) -> Arch:
@@ -433,5 +512,5 @@ def config_of(arch: Mapping[str, Any], sample_size: int | None = None) -> Arch:
     name = _class_of(arch)
     config = {"_class_name": name} | _CLASSES[name].config(arch)
     size = sample_size or SAMPLE_SIZES.get(str(arch.get("name")))
-    has_size = size and arch.get("family") not in ("wan", "tiny")  # their classes have no such key
+    has_size = size and arch.get("family") not in ("wan", "tiny", "ltx")  # their classes have no such key
     return config | ({"sample_size": size} if has_size else {})

@@ -108,6 +108,9 @@ def held_by_pipelines(arch: Mapping[str, Any], tensor: Callable[[str], np.ndarra
     def column(values: Any) -> np.ndarray:
         return np.asarray(values, np.float32).reshape(-1, 1, 1)
 
+    if arch.get("family") == "ltx":
+        mean, std = (column(tensor(f"latents_{name}")) for name in ("mean", "std"))
+        return Normalised(arch["name"], mean, std / np.float32(arch["scaling_factor"]), (1, 1))
     if patch := arch.get("patch_size"):
         mean, variance = (column(tensor(f"bn.running_{name}")) for name in ("mean", "var"))
         return Normalised(arch["name"], mean, np.sqrt(variance + np.float32(arch["batch_norm_eps"])), patch)

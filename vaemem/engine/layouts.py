@@ -9,13 +9,15 @@ ldm        CompVis' names, with quant convs; under ``first_stage_model.`` in ori
 bfl        the same names in Black Forest Labs' files, without quant convs, or (FLUX.2) with them inside the halves
 wan        the names of Wan's authors, in ComfyUI's files of the VAEs of Qwen-Image, Wan 2.1 and Wan 2.2
 hunyuan    the names of HunyuanImage's authors: CompVis' with the levels of a decoder in another order
+ltx        the names of LTX-2's authors, who number blocks and resamplers through a half
 taesd      the numbers of TAESD's authors, in their files of tiny autoencoders (`vaemem.engine.tiny`)
 =========  ===========================================================================================================
 
 Sources of the names: ``AutoencoderKL`` of diffusers 0.33, ``AutoencoderKLFlux2`` of its main branch in August 2026,
 ``ldm/modules/diffusionmodules/model.py`` of CompVis/latent-diffusion, ``flux/modules/autoencoder.py`` of
 black-forest-labs/flux, for FLUX.2 diffusers' ``scripts/convert_flux2_to_diffusers.py``, ``wan/modules/vae.py`` of
-Wan-Video/Wan2.1, ``vae2_2.py`` of Wan2.2, and diffusers' ``scripts/convert_hunyuan_image_to_diffusers.py``.
+Wan-Video/Wan2.1, ``vae2_2.py`` of Wan2.2, and diffusers' ``scripts/convert_hunyuan_image_to_diffusers.py`` and
+``convert_ltx2_to_diffusers.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # by tensor name
 Spelt = Mapping[str, str]  # names in another layout
 
-LAYOUTS = ("diffusers", "ldm", "bfl", "wan", "hunyuan", tiny.AUTHORS)
+LAYOUTS = ("diffusers", "ldm", "bfl", "wan", "hunyuan", "ltx", tiny.AUTHORS)
 # Whatever precedes a VAE's names is a wrapper, as ``module.`` or ``ema.vae.``.
 _WRAPPED = re.compile(r"((?:[^.]+\.)*?)(?:encoder|decoder)\.")
 _DEEPEST = 4  # mappings in mappings
@@ -60,7 +62,9 @@ _WAN |= {"post_quant_conv.": "conv2.", "quant_conv.": "conv1."}
 _HUNYUAN = {"mid_block.resnets.0.": "mid.block_1.", "mid_block.resnets.1.": "mid.block_2."}
 _HUNYUAN |= {_ATTENTION + "proj.": "mid.attn_1.proj_out.", _ATTENTION + "to_": "mid.attn_1."}
 _HUNYUAN |= {_ATTENTION: "mid.attn_1."}
-_PIECES |= {"ldm": _LDM, "bfl": _LDM, "wan": _WAN, "hunyuan": _HUNYUAN}
+_LTX = {".resnets.": ".res_blocks.", "latents_mean": "per_channel_statistics.mean-of-means"}
+_LTX |= {"latents_std": "per_channel_statistics.std-of-means"}
+_PIECES |= {"ldm": _LDM, "bfl": _LDM, "wan": _WAN, "hunyuan": _HUNYUAN, "ltx": _LTX}
 _PIECES |= {layout: {} for layout in (tiny.AUTHORS, *tiny.HALVES)}
 
 
@@ -89,9 +93,17 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
         side, (i, j) = found[1], divmod(int(found[2]), layers + (1 if found[1] == "down" else 2))
         return f"{side}.{i}.block.{j}." if j < layers + (side == "up") else f"{side}.{i}.{side}sample."
 
+    def through(found: re.Match[str]) -> str:
+        """LTX-2's: blocks and resamplers alternate in one list, which has the middle block too."""
+        if found[1] is None:
+            return f"encoder.down_blocks.{2 * levels}." if found[0].startswith("enc") else "decoder.up_blocks.0."
+        at = 2 * int(found[2]) + (found[1] == "up") + (not found[3] if found[1] == "up" else bool(found[3]))
+        return f"{found[1]}_blocks.{at}."
+
     numbered = re.compile(r"(down|up)_blocks\.(\d+)\.")
     number = {"ldm": (numbered, level), "bfl": (numbered, level), "hunyuan": (numbered, levelled)}
     number["wan"] = re.compile(rf"{numbered.pattern}((?:resnets\.(\d+)|(?:down|up)sampler(?:s\.0)?)\.)?"), flat
+    number["ltx"] = re.compile(rf"{numbered.pattern}((?:down|up)samplers\.0\.)?|(?:en|de)coder\.mid_block\."), through
     spelt, names = {}, list(names)
     residual = any(".upsampler." in name or ".downsampler." in name for name in names)
     for name in names:
@@ -173,11 +185,14 @@ def _prefixes(names: Iterable[str]) -> list[str]:
 # ---- checking ----
 
 
+_OTHER_STATISTICS = tuple(f"per_channel_statistics.{name}" for name in ("channel", "mean-of-stds"))
+
+
 def ours(names: Iterable[str], prefix: str, parts: str) -> set[str]:
     """Return the names under a prefix, without it, except those of the other half and those for training."""
     stripped = {name[len(prefix) :] for name in names if name.startswith(prefix)}
     other = {"encoder": "decoder", "decoder": "encoder"}.get(parts, "no half")
-    unused = ("loss.", "model_ema.", "bn.num_batches_tracked")  # for training
+    unused = ("loss.", "model_ema.", "bn.num_batches_tracked", *_OTHER_STATISTICS)  # for training
     # One frame never uses convolutions over time.
     return {n for n in stripped if half_of(n) != other and not n.startswith(unused) and ".time_conv." not in n}
 
@@ -233,10 +248,22 @@ _OTHER_VAES = {
 }
 
 
+def _find_ltx(names: list[str]) -> tuple[str, str] | None:
+    """Return layout and prefix of LTX-2's VAE, if it is among the names. Whole checkpoints hold one of sound too."""
+    spellings = {"ltx": r"(en|de)coder\.(down|up)_blocks\.\d+\.res_blocks\.", "diffusers": r"latents_mean$"}
+    for prefix in _prefixes(names):
+        for layout, spelling in spellings.items():
+            if any(map(re.compile(re.escape(prefix) + spelling).match, names)):
+                return layout, prefix
+    return None
+
+
 def find_layout(names: Iterable[str]) -> tuple[str, str]:
     """Return (layout, prefix) of a file's names; old spellings of diffusers are ``"diffusers-old"``. ValueError for
     names of no VAE, or of one that is known and not run here."""
     names = list(names)
+    if found := _find_ltx(names):
+        return found
     for what, spelling in _OTHER_VAES.items():
         if seen := next(filter(re.compile(rf"(?:[^.]+\.)*?{spelling}").match, names), None):
             raise ArgumentError("", "", f"unknown architecture: {what} has tensors like {shown(seen)}")
@@ -341,6 +368,8 @@ def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
     """Return the architecture of a file's tensors. The majority of the tensors that show a number decides it; the later
     check then names a single missing, extra or misshapen one."""
     shapes = {_WITHIN_HALF.sub("", name): in_file[prefix + name] for name in ours(in_file, prefix, "all")}
+    if any(name.endswith(".conv1.conv.weight") for name in shapes):
+        return _find_nearest(map(known_arch, ("ltx2.3", "ltx2")), in_file, layout, prefix, parts)
     if any(name.endswith(".gamma") for name in shapes):
         return _find_video_arch(shapes, in_file, layout, prefix, parts)
     if layout == "hunyuan" or any(re.match(r"(en|de)coder\.(down|up)_blocks\.\d+\.conv", name) for name in shapes):

@@ -149,8 +149,8 @@ class Model:
         ----------
         path : path, mapping or module
             * A file: safetensors, GGUF or PyTorch (``.pth``; its pickle runs no code). Its layout is detected:
-              diffusers, LDM/SD checkpoint, BFL, Wan or TAESD. Tensors are float32, float16, bfloat16 or float8. GGUF
-              may have any type that the ``gguf`` package decodes (Q8_0, Q4_0, Q4_K...); it becomes float32.
+              diffusers, LDM/SD checkpoint, BFL, Wan, LTX-2 or TAESD. Tensors are float32, float16, bfloat16 or float8.
+              GGUF may have any type that the ``gguf`` package decodes (Q8_0, Q4_0, Q4_K...); it becomes float32.
             * A diffusers directory, of a VAE or of a pipeline with a ``vae``. Its ``config.json`` is the architecture.
             * A downloaded repository of the Hub, ``"stabilityai/sdxl-vae"``, in the Hub's local cache.
             * A state dict with the same names, of NumPy arrays or of torch tensors on any device.
@@ -164,8 +164,8 @@ class Model:
             needed only for ``scaled=True`` with a file that holds a VAE alone: SD1.5, SDXL and Playground have the same
             tensors, and so have FLUX and SD3. A whole checkpoint tells which model it is.
         config : path or mapping, optional
-            The ``config.json`` of an AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan or
-            AutoencoderTiny, for any other architecture. It overrides the file too.
+            The ``config.json`` of an AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan,
+            AutoencoderKLLTX2Video or AutoencoderTiny, for any other architecture. It overrides the file too.
         parts : {"all", "encoder", "decoder"}
             Which half to read. The file may lack the other half; its tensors are ignored.
         device : str
@@ -188,9 +188,9 @@ class Model:
             on GPUs of compute capability 9.0 (H100, H200), because it measured faster there. It means cuDNN on others,
             in float32 and with autotune.
         videos : bool, optional
-            Run videos too, on a CPU: keep the filters of all frames (three times the weights of images alone), for Wan
-            2.1's VAE. None: for a config of the class AutoencoderKLWan, which is Wan 2.1's. Tensors alone do not tell
-            it from Qwen-Image's: pass True.
+            Run videos too, on a CPU: keep the filters of all frames (three times the weights of images alone), for the
+            VAEs of Wan. None: for a config of the class AutoencoderKLWan. Tensors alone do not tell Wan 2.1's from
+            Qwen-Image's: pass True. LTX-2's VAEs always run videos.
 
         Raises
         ------

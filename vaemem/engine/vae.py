@@ -284,7 +284,7 @@ class VAE(Model):
         memory_limit : int or str, optional
             As for `decode`.
         frames : int
-            Of each video, 1 more than a multiple of 4; 1 for images.
+            Of each video, 1 more than a multiple of 4, or of 8 for LTX-2; 1 for images.
 
         Returns
         -------
@@ -395,8 +395,8 @@ class VAE(Model):
         batch: int = 1,
         output_type: OutputType = "float",
     ) -> int:
-        """Return the largest number of frames within a limit, 1 more than a multiple of 4, by bisection. Arguments are
-        `estimate`'s.
+        """Return the largest number of frames within a limit, 1 more than a multiple of 4 (LTX-2: of 8), by bisection.
+        Arguments are `estimate`'s.
 
         Raises
         ------

@@ -130,10 +130,14 @@ def read(
 def with_videos(arch: Arch, videos: bool | None, config: Config | None, where: Mapping[str, Any]) -> Arch:
     """Return the architecture of a model that runs videos too, if it is asked for (ValueError if it cannot) or, for
     None, if the config is of such a class and the model is on a CPU."""
+    if arch.get("family") == "ltx":
+        if videos is False:
+            raise ArgumentError("videos", f"True or None: {arch['name']} is of videos, a picture is one frame", "False")
+        return arch
     runs = arch.get("family") == "wan" and arch.get("slices", True)
     if videos and not runs:
         raise ArgumentError(
-            "videos", "False: of videos, the VAEs of Wan 2.1 and 2.2 run here", f"True for {arch['name']}"
+            "videos", "False: of videos, the VAEs of Wan and of LTX-2 run here", f"True for {arch['name']}"
         )
     if videos is None:
         videos = runs and where.get("backend") is None and config is not None and configs.is_of_videos(config)
@@ -148,9 +152,10 @@ def _load_from(
     is_guessed = arch is None
     if parts == "all" and (half := tiny.HALVES.get(layout)):
         raise ArgumentError("", ("both halves, or ", Named("parts", half)), f"a file of the {half} alone")
-    if videos is None and not any(".time_conv." in name for name in shapes):
+    arch = arch or layouts.detect(shapes, parts)[2]
+    if videos is None and arch.get("family") == "wan" and not any(".time_conv." in name for name in shapes):
         videos = False  # a file that was cut to what images need
-    arch = with_videos(arch or layouts.detect(shapes, parts)[2], videos, config, where)
+    arch = with_videos(arch, videos, config, where)
     spelt = _match_names(source, arch, parts, layout, prefix, is_guessed)
     result = _core.Model(arch, parts, **where)
     for tensor, shape in result.tensors:
@@ -512,7 +517,7 @@ def random_tensors(model: _core.Model, seed: int) -> None:
         if len(weight) == 1 or kind == "gamma":  # a norm's affine, or running statistics
             values = rng.standard_normal(shape, dtype=np.float32)
             values *= np.float32(0.1)
-            values += np.float32(kind in ("weight", "running_var", "gamma"))
+            values += np.float32(kind in ("weight", "running_var", "gamma", "latents_std"))
         else:
             values = rng.random(shape, dtype=np.float32)
             values -= np.float32(0.5)

@@ -103,9 +103,9 @@ def converted_bytes(
 
 @functools.cache
 def shipped_models() -> dict[str, dict[str, Any]]:
-    """Return the shipped models' arch dicts, made once: the core makes all of them on each call. Copy one before you
-    change it."""
-    return _core.models()
+    """Return the shipped models' arch dicts that `_core.Trace.vae` knows, made once: the core makes all of them on each
+    call. Copy one before you change it."""
+    return {name: arch for name, arch in _core.models().items() if arch.get("family") != "ltx"}
 
 
 @functools.cache
@@ -123,25 +123,33 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     """
     if isinstance(model, Mapping) and "norm_eps" in model:  # an arch dict already
         is_shipped = repr(model) in _written()
-        return dict(model) if is_shipped else read_config(model) | {"name": str(model.get("name", "custom"))}
+        return dict(model) if is_shipped else _traced(read_config(model)) | {"name": str(model.get("name", "custom"))}
     known = shipped_models()
     if isinstance(model, str) and is_recorded_component(model):
         data, role = find_component(model)
         return configured_architecture(data["vaes"][role])
     is_path = isinstance(model, str) and model not in known and os.path.exists(model)
     if is_path or isinstance(model, Mapping | os.PathLike):
-        return read_config(model)
+        return _traced(read_config(model))
     return dict(_named_architecture(model))
 
 
 def configured_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arch dict of a VAE's config that names its class."""
-    return _of_videos(read_config(config), config.get("_class_name") == "AutoencoderKLWan")
+    return _of_videos(_traced(read_config(config)), config.get("_class_name") == "AutoencoderKLWan")
+
+
+def _traced(arch: dict[str, Any]) -> dict[str, Any]:
+    """Return an architecture whose calls in PyTorch the core knows; ValueError for another one."""
+    if arch.get("family") == "ltx":
+        known = "LTX-2's VAE runs here, but what PyTorch needs for it is known only within its pipeline"
+        raise ArgumentError("model", "", known, "vaemem.predict_pipeline('ltx2.3') answers")
+    return arch
 
 
 @functools.lru_cache(maxsize=256)
 def _named_architecture(model: str) -> dict[str, Any]:
-    arch = shipped_models()[named_model("model", model, "an arch dict (VAE.arch)", "a config.json")]
+    arch = _traced(_core.models()[named_model("model", model, "an arch dict (VAE.arch)", "a config.json")])
     called = find_called(model)
     is_wan = str(model).rpartition("/")[2].lower().startswith("wan") or bool(called and called.of == "Wan 2.1")
     return _of_videos(arch, is_wan)

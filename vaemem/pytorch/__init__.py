@@ -48,7 +48,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-_NEWER = ("AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")  # not in every diffusers
+# Not in every diffusers.
+_NEWER = ("AutoencoderKLFlux2", "AutoencoderKLLTX2Video", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
 
 
 def __dir__() -> list[str]:

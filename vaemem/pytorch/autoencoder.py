@@ -41,7 +41,7 @@ from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTinyOutput
 from diffusers.models.autoencoders.vae import DecoderOutput
 
 _FRAMES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
-_NEWER = ("AutoencoderKLFlux2", *_FRAMES)  # older versions of diffusers lack these classes
+_NEWER = ("AutoencoderKLFlux2", "AutoencoderKLLTX2Video", *_FRAMES)  # older versions of diffusers lack these classes
 __all__ = ["AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", *_NEWER]
 
 TORCH_DTYPES: dict[torch.dtype, DtypeName] = {
@@ -442,7 +442,7 @@ class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
 
 
 class _Frames(_DropIn):
-    """Base of the drop-ins for video VAEs: (N, C, F, h, w). On a GPU, and for Qwen-Image's classes, F is 1."""
+    """Base of the drop-ins for VAEs of videos: (N, C, F, h, w). On a GPU, and for Qwen-Image's classes, F is 1."""
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
         frames, one = self._frames("x", x)
@@ -491,7 +491,8 @@ class AutoencoderKLWan(_Frames, diffusers.AutoencoderKLWan):  # type: ignore[mis
 
     On the CPU it decodes and encodes videos (N, C, F, h, w), within a `memory_limit` too. On a GPU, and with a config
     whose ``temperal_downsample`` is not Wan's, it runs images, F = 1; more frames are a ValueError then. Tiles are for
-    images. The rest is as in `AutoencoderKL`. `AutoencoderKLQwenImage` and `AutoencoderKLQwenImage21` are drop-ins for
+    images. The rest is as in `AutoencoderKL`. `AutoencoderKLLTX2Video` is a drop-in for the VAEs of LTX-2 and LTX-2.3,
+    on the CPU, if diffusers has it. `AutoencoderKLQwenImage` and `AutoencoderKLQwenImage21` are drop-ins for
     diffusers' classes of these names, if diffusers has them: for images, without a `state_dict`.
 
     Examples
@@ -516,10 +517,38 @@ class AutoencoderKLWan(_Frames, diffusers.AutoencoderKLWan):  # type: ignore[mis
     theirs = diffusers.AutoencoderKLWan
 
 
+class _Ltx2(_Frames):
+    """Base of the drop-in for the video VAE of LTX-2. Pipelines normalise latents by its `latents_mean` and
+    `latents_std`."""
+
+    def __init__(self, vae: VAE, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vae, *args, **kwargs)
+        state = vae.state_dict()
+        for name in ("latents_mean", "latents_std"):
+            setattr(self, name, torch.from_numpy(state[name]).to(self.dtype))
+
+    def _encode(self, x: torch.Tensor, causal: bool | None = None) -> torch.Tensor:
+        self._check_causal("encoder", causal)
+        return super()._encode(x)
+
+    def _decode(  # type: ignore[override]
+        self, z: torch.Tensor, temb: Any = None, causal: bool | None = None, return_dict: bool = True
+    ) -> Any:  # fmt: skip
+        self._check_causal("decoder", causal)
+        return super()._decode(z, return_dict)
+
+    def _check_causal(self, half: str, causal: bool | None) -> None:
+        own = self.vae.arch[f"{half}_causal"]
+        if causal and not own:
+            raise ArgumentError("causal", f"None or False, as the config's {half}_causal", "True")
+
+
+_BASES = {"AutoencoderKLFlux2": _Flux2, "AutoencoderKLLTX2Video": _Ltx2} | dict.fromkeys(_FRAMES, _Frames)
 for _name in _NEWER:
     if _class := getattr(diffusers, _name, None):
-        _doc = f"""Drop-in for diffusers' {_name}: see `AutoencoderKL{"Wan" if _name in _FRAMES else ""}`."""
-        _base = _Frames if _name in _FRAMES else _Flux2
+        _like = "" if _name == "AutoencoderKLFlux2" else "Wan"
+        _doc = f"""Drop-in for diffusers' {_name}: see `AutoencoderKL{_like}`."""
+        _base = _BASES[_name]
         globals()[_name] = type(_name, (_base, _class), {"theirs": _class, "__doc__": _doc, "__module__": __name__})
 
 

@@ -39,7 +39,8 @@ from vaemem.pytorch.free_memory import count_bytes, first_line, free_cache, no_s
 from vaemem.pytorch.places import ANYWHERE, Place
 
 # ComfyUI's autoencoders that compute the same as vaemem. Others may have the same tensors, and compute something else.
-_CLASSES = ("AutoencoderKL", "AutoencodingEngine", "WanVAE", "TAESD")
+_LTX = "VideoVAE"
+_CLASSES = ("AutoencoderKL", "AutoencodingEngine", "WanVAE", "TAESD", _LTX)
 _TILED = ("decode_tiled_", "decode_tiled_1d", "decode_tiled_3d")  # what ComfyUI's decode calls if memory runs out
 
 
@@ -61,16 +62,38 @@ def recognise(vae: Any) -> Arch:
     name, why = type(module).__name__, ""
     try:
         if name in _CLASSES:
-            return weights.arch_of(module.state_dict())
+            arch = weights.arch_of(module.state_dict())
+            if name != _LTX or _ltx_behaviour(module) == [arch[key] for key in _LTX_SETTINGS]:
+                return arch
+            why = " (with other settings than LTX-2's)"
     except ValueError as error:
         why = f" ({first_line(error)})"
     wanted = f"a VAE: one of {', '.join(_CLASSES)} that vaemem knows"
     raise ArgumentError("vae", wanted, f"{name}{why}", "use ComfyUI's own node for this one")
 
 
+_LTX_SETTINGS = ("decoder_causal", "decoder_reflects", "encoder_reflects", "family")  # of an architecture
+
+
+def _ltx_behaviour(module: Any) -> list[Any]:
+    """Return what ComfyUI's VAE of LTX does that its tensors do not tell, in the order of `_LTX_SETTINGS`."""
+    mode = module.config.get("spatial_padding_mode")  # the halves have different defaults
+    family = None if module.timestep_conditioning else "ltx"
+    return [module.decoder.causal, mode in (None, "reflect"), mode == "reflect", family]
+
+
+def _is_ltx(arch: Arch) -> bool:
+    return arch.get("family") == "ltx"
+
+
 def _is_packed(arch: Arch) -> bool:
     """Return whether ComfyUI's latents are packed and normalised, as FLUX.2's pipelines hold them."""
     return "patch_size" in arch
+
+
+def _is_normalised(arch: Arch) -> bool:
+    """Return whether ComfyUI's latents are those of pipelines, and its VAE undoes that."""
+    return _is_packed(arch) or _is_ltx(arch)
 
 
 def _scaling(vae: Any) -> tuple[float, float]:
@@ -100,7 +123,7 @@ def _dtype_on(vae: Any, device: str) -> Any:
 def _open(vae: Any, op: str, device: str, is_video: bool = False) -> VAE:
     """Copy one half of the VAE's weights into vaemem's."""
     tensors, parts = vae.first_stage_model.state_dict(), "decoder" if op == "decode" else "encoder"
-    return VAE.load(tensors, parts=parts, device=device, dtype=_dtype_on(vae, device), videos=is_video)
+    return VAE.load(tensors, parts=parts, device=device, dtype=_dtype_on(vae, device), videos=is_video or None)
 
 
 def _make_room(vae: Any, op: str, shape: Any, limit: int, manager: Any) -> None:
@@ -117,7 +140,7 @@ def _frames_of(latents: torch.Tensor, arch: Arch) -> int:
     """Return how many frames latents have. ArgumentError unless they are images' or a video's of a VAE of videos."""
     frames = latents.shape[2] if latents.ndim == 5 else 1
     if latents.ndim not in (4, 5) or (frames > 1 and frames_factor(arch) == 1):
-        wanted, advice = "latents of images, or of Wan's videos", "use ComfyUI's VAE Decode for others"
+        wanted, advice = "latents of images, or of videos of Wan or LTX-2", "use ComfyUI's VAE Decode for others"
         raise ArgumentError("latents", wanted, f"the shape {tuple(latents.shape)}", advice)
     return int(frames)
 
@@ -126,14 +149,14 @@ def decode_whole(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll, plac
     """Decode latents whole and exactly, within a limit. Return pictures as ComfyUI has them: (N, H, W, 3), 0 to 1.
     The frames of videos are pictures, one video after the other."""
     arch = recognise(vae)
-    is_video = _frames_of(latents, arch) > 1
+    is_video = _frames_of(latents, arch) > 1 or _is_ltx(arch)
     device, (scale, shift) = choose_device(vae, place, is_video), _scaling(vae)
     z = (latents if is_video or latents.ndim == 4 else latents[:, :, 0]).detach().to("cpu", torch.float32).contiguous()
     z = z if (scale, shift) == (1, 0) else (z - shift) * scale
     if device != "cpu":
         _make_room(vae, "decode", latents.shape, place.limit, manager)
     with _open(vae, "decode", device, is_video) as ours:
-        how: Any = {"scaled": _is_packed(arch), "progress": poll, "memory_limit": place.limit_on(device)}
+        how: Any = {"scaled": _is_normalised(arch), "progress": poll, "memory_limit": place.limit_on(device)}
         pixels = torch.from_numpy(ours.decode(z.numpy(), **how))
     for picture in pixels.split(1):  # one after the other, because process_output copies
         picture.copy_(vae.process_output(picture))
@@ -155,12 +178,12 @@ def encode_whole(vae: Any, pixels: torch.Tensor, manager: Any, poll: Poll, place
     cropped = vae.vae_encode_crop_pixels(pixels[..., :3]).movedim(-1, 1)
     x = vae.process_input(cropped.to("cpu", torch.float32))
     x = (x.movedim(0, 1).unsqueeze(0) if is_video else x).contiguous()
-    device = choose_device(vae, place, is_video)
+    device = choose_device(vae, place, is_video or _is_ltx(arch))
     if device != "cpu":
         shape = (1, x.shape[1], 1, *x.shape[2:]) if has_frames else x.shape
         _make_room(vae, "encode", shape, place.limit, manager)
     with _open(vae, "encode", device, is_video) as ours:
-        how: Any = {"scaled": _is_packed(arch), "progress": poll, "memory_limit": place.limit_on(device)}
+        how: Any = {"scaled": _is_normalised(arch), "progress": poll, "memory_limit": place.limit_on(device)}
         latents = torch.from_numpy(np.ascontiguousarray(ours.encode(x.numpy(), **how).mode()))
     scale, shift = _scaling(vae)
     latents = latents if (scale, shift) == (1, 0) else latents / scale + shift
@@ -195,7 +218,8 @@ def _explain_misfit(vae: Any, whole: Any, arch: Arch, latents: torch.Tensor, man
     chooses how many images run at once. The prediction leaves out what Windows keeps of a card: the driver does not
     count it as free.
     """
-    if describe_card(vae.device) is None or _frames_of(latents, arch) > 1:  # not predicted here for videos
+    if describe_card(vae.device) is None or _frames_of(latents, arch) > 1 or _is_ltx(arch):
+        # not predicted here for videos
         return ""
     packed = 2 if _is_packed(arch) else 1
     height, width = (side * packed * latent_factor(arch) for side in latents.shape[-2:])
@@ -253,7 +277,7 @@ def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> 
     vaemem decodes on the card within the free memory, or otherwise on the CPU.
     """
     arch = recognise(vae)
-    is_video = _frames_of(latents, arch) > 1
+    is_video = _frames_of(latents, arch) > 1 or _is_ltx(arch)
     whole, notes = _whole(vae), list[str]()
 
     def run() -> tuple[Any, str]:
