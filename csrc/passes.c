@@ -98,6 +98,7 @@ static vm_node conv_node(builder *b, const conv *c) {
                  .pad = c->stride == 2 && !c->centred ? 0 : c->k / 2,
                  .up = c->up,
                  .slices = 1,
+                 .video = b->video,
                  .add = c->add != VM_NONE,
                  .relu = c->relu,
                  .out_scale = 1,

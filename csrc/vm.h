@@ -195,6 +195,10 @@ typedef struct vm_model {
  * vm_backend_at(dtype, precision, i) stands for all. */
 vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *backend, vm_model **out);
 void vm_model_free(vm_model *model);
+/* Returns: whether images are videos of a frame: LTX's, and on a GPU, where filters are stored for one of the two. */
+bool vm_model_is_of_videos(const vm_model *model);
+/* Returns: the passes of an operation on so many frames. */
+const vm_graph *vm_model_graph(const vm_model *model, vm_op op, size_t frames);
 /* Frees the arena and the last run's plan. */
 void vm_model_trim(vm_model *model);
 void vm_model_trim_arena(vm_model *model);

@@ -84,7 +84,7 @@ class PixelNormArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "gamma", "factor", "scale", "shift")),
         *((name, c_uint32) for name in ("first", "pixels", "ring_pixels", "c", "x_pitch")),
-        ("least", c_float),
+        *((name, c_float) for name in ("least", "under")),
     )
 
 

@@ -355,16 +355,17 @@ def test_merge_keeps_nan_to_its_group(kernels):
 # ---- pixel_norm ----
 
 
-def run_pixel_norm(kernels, dtype, x, gamma, least, *, wider=0, grid=1, seed=1, first=0):
+def run_pixel_norm(kernels, dtype, x, gamma, least, *, under=0, wider=0, grid=1, seed=1, first=0):
     """x: (pixels, c). (factor, scale); what lies around x's channels is NaN. first: where in a ring x begins."""
     memory, (pixels, c) = Memory(), x.shape
     held = memory.full((pixels, round_up(c) + wider), TYPES[dtype], np.nan, around=Memory.NAN)
     held[:, :c] = np.roll(x, first, axis=0)
-    gamma, before = memory.copy(gamma, around=Memory.NAN), held.tobytes()
+    gamma = None if gamma is None else memory.copy(gamma, around=Memory.NAN)
+    before = held.tobytes()
     factor, scale, shift = (memory.empty(n, np.float32) for n in (pixels, round_up(c), round_up(c)))
     args = PixelNormArgs(
         x=held, gamma=gamma, factor=factor, scale=scale, shift=shift, pixels=pixels, c=c, x_pitch=held.shape[1],
-        least=least, first=first, ring_pixels=pixels if first else 0,
+        least=least, under=under, first=first, ring_pixels=pixels if first else 0,
     )  # fmt: skip
     kernels.launch(f"vm_pixel_norm_{dtype}", (grid,), (THREADS,), args, seed=seed)
     memory.check()
@@ -387,6 +388,10 @@ def test_pixel_norm(kernels, dtype, c, pixels, grid):
     close(factor, want, (c / 16 + 8) * E * want)
     close(scale, root, 1.01 * E * np.abs(root))
     assert (factor[::7] == 1 / least).all()
+    by_mean, ones = run_pixel_norm(kernels, dtype, x, None, np.float32(0), under=np.float32(c * 1e-4), grid=grid)
+    wanted = 1 / np.sqrt((x.astype(np.float64) ** 2).sum(1) + c * 1e-4)
+    close(by_mean, wanted, (c / 16 + 8) * E * wanted)
+    close(ones, np.full(c, np.sqrt(c)), 1.01 * E * np.sqrt(c))
     for how in ({"seed": 3}, {"first": pixels // 3}):
         again = run_pixel_norm(kernels, dtype, x, gamma, least, grid=grid + 1, **how)
         assert (factor.tobytes(), scale.tobytes()) == tuple(v.tobytes() for v in again)

@@ -476,6 +476,8 @@ void vm_walk_frame_tiles_done(walk *w, frame *f) {
 
 vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime) {
     const bool comfyui = arch->family == VM_WAN && arch->slices && !arch->residual;
+    if (arch->family == VM_LTX)
+        return vm_fail(VM_EINVAL, VM_EXPECTED("arch", "a VAE whose calls in PyTorch are followed", "%s"), arch->name);
     if (arch->family == VM_KL || runtime == VM_TORCH_DIFFUSERS || (comfyui && runtime == VM_TORCH_COMFYUI))
         return VM_OK;
     return vm_fail(VM_EINVAL, VM_EXPECTED("runtime", "diffusers%s for %s, the only code of it that is followed", "%s"),

@@ -64,7 +64,7 @@ def _names(kind):
     """Return the other names of each pipeline or VAE, as people write them."""
     found = {}
     for entry in json.loads(shipped("models.json"))["models"]:
-        if entry.get(kind):
+        if entry.get(kind) and (kind != "vae" or entry[kind] in shipped_models()):
             found.setdefault(entry[kind], []).extend(name for name in entry["names"] if "/" in name and "*" not in name)
     return {name: others for name, others in found.items() if others}
 

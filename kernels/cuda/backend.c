@@ -65,7 +65,7 @@ static void lay_out(const vm_pass *p, shape *s, size_t rows, size_t element) {
     const size_t in = !s->own ? padded : p->x_format == VM_ROWS ? 0 : there;
     s->rows = rows;
     s->scratch = 0;
-    s->factor = put_bytes(&s->scratch, p->norm == VM_NORM_PIXEL ? there * p->x.w * sizeof(float) : 0);
+    s->factor = put_bytes(&s->scratch, vm_norm_by_pixel(p->norm) ? there * p->x.w * sizeof(float) : 0);
     s->in = put_bytes(&s->scratch, in * s->in_w * s->in_c * element);
     s->raw = put_bytes(&s->scratch, s->own ? 0 : (folds(p) ? rows / 2 + 1 : rows) * s->raw_w * s->raw_c * element);
 }
@@ -138,7 +138,7 @@ static shape shape_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits
     const size_t element = vm_dtype_bytes(g->backend.dtype);
     shape s = shape_of_pass(g, p);
     if (manner.stepped || s.own) {
-        const bool whole = !manner.stepped || (s.own && p->norm != VM_NORM_PIXEL && p->x_format == VM_ROWS);
+        const bool whole = !manner.stepped || (s.own && !vm_norm_by_pixel(p->norm) && p->x_format == VM_ROWS);
         lay_out(p, &s, whole ? p->y.h : slab_of(g, p, manner.tight).rows, element);
         return s;
     }
@@ -159,6 +159,7 @@ static shape shape_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits
 }
 
 vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *p, bool tight) {
+    if (p->video) return vm_frames_cut(b->self, p, tight);
     if (p->kind == VM_PASS_ATTENTION)
         return (vm_cut){.rows = 1, .columns = 1, .out_rows = p->y.h, .in_rows = p->x.h, .cost = 1};
     const shape s = shape_of_pass(b->self, p);
@@ -201,6 +202,7 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *li
 }
 
 vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
+    if (p->video) return vm_frames_needs(b->self, p, limits, manner);
     if (p->kind == VM_PASS_ATTENTION) return (vm_needs){0};
     const vm_conv_tile tile = own_tile(b->self, p);
     const vm_conv_args a = own_args(b->self, p);
@@ -216,10 +218,15 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limit
                            size_t *bytes) {
     vm_gpu *g = b->self;
     *bytes = 0;
-    if (p->kind != VM_PASS_CONV || own_tile(g, p).rows) return VM_OK;
+    vm_conv_key key;
+    if (p->video) {
+        if (!vm_frames_key(g, p, limits, manner, &key)) return VM_OK;
+    } else {
+        if (p->kind != VM_PASS_CONV || own_tile(g, p).rows) return VM_OK;
+        const shape s = shape_of(g, p, limits, manner);
+        key = key_of(g, p, limits, manner, &s);
+    }
     if (!g->convs) return vm_fail(VM_EDEVICE, "%s", g->no_cudnn);
-    const shape s = shape_of(g, p, limits, manner);
-    const vm_conv_key key = key_of(g, p, limits, manner, &s);
     VM_ENTER(g);
     const vm_status status = vm_cudnn_convs_bytes(g->convs, &key, bytes);
     if (g->autotune) *bytes = key.limit; /* tuning picks the plan once there is memory to run them on */
@@ -228,7 +235,7 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limit
 
 /* ---- launches ---- */
 
-static vm_status launch(vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t threads, size_t shared, void *args) {
+vm_status vm_gpu_launch(vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t threads, size_t shared, void *args) {
     if (x > INT32_MAX || y > 65535) return vm_fail(VM_EINVAL, "CUDA: a grid of %zu x %zu blocks is too large", x, y);
     g->launches++;
     return vm_driver_check(g->d,
@@ -238,7 +245,7 @@ static vm_status launch(vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t
 }
 
 /* The rows of a view from `first` on. */
-static vm_ring_rows ring_of(const vm_view *v, size_t first) {
+vm_ring_rows vm_gpu_ring(const vm_view *v, size_t first) {
     if (v->ring == SIZE_MAX) return (vm_ring_rows){0, 0};
     return (vm_ring_rows){(uint32_t)(first % v->ring) - (uint32_t)first, (uint32_t)v->ring};
 }
@@ -261,7 +268,7 @@ static vm_status merge(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
                        .c = (uint32_t)p->x.c,
                        .groups = (uint32_t)p->groups,
                        .eps = p->eps * p->x_scale * p->x_scale};
-    return launch(g, g->kernel[VM_KERNEL_MERGE], p->groups, VM_MERGE_BLOCKS, VM_CUDA_THREADS, 0, &a);
+    return vm_gpu_launch(g, g->kernel[VM_KERNEL_MERGE], p->groups, VM_MERGE_BLOCKS, VM_CUDA_THREADS, 0, &a);
 }
 
 /* Rows [first, end) of x. */
@@ -275,23 +282,26 @@ static span needed(const vm_pass *p, const shape *s, size_t row, size_t rows) {
     return (span){(size_t)VM_MAX(top, 0), VM_MIN((size_t)(top + (ptrdiff_t)in_rows(p, s, rows)), p->x.h)};
 }
 
-static vm_status pixel_norm(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, span x) {
-    const vm_ring_rows ring = ring_of(&at->x, x.first);
-    const size_t pixels = (x.end - x.first) * p->x.w;
+vm_status vm_gpu_pixel_norm(vm_gpu *g, const vm_pass *p, const vm_operands *at, float *factor, float *scale,
+                            size_t first, size_t end) {
+    const vm_ring_rows ring = vm_gpu_ring(&at->x, first);
+    const size_t in_row = p->x.f * p->x.w, pixels = (end - first) * in_row;
+    const bool rms = p->norm == VM_NORM_RMS;
     vm_pixel_norm_args a = {.x = at->x.data,
                             .gamma = at->gamma,
-                            .factor = scratch_at(at, s->factor),
-                            .scale = scale_of(p, at),
-                            .shift = shift_of(p, at),
-                            .first = vm_ring_row(ring, (uint32_t)x.first) * (uint32_t)p->x.w,
+                            .factor = factor,
+                            .scale = scale,
+                            .shift = scale + vm_padded(p->x.c),
+                            .first = vm_ring_row(ring, (uint32_t)first) * (uint32_t)in_row,
                             .pixels = (uint32_t)pixels,
-                            .ring_pixels = ring.rows * (uint32_t)p->x.w,
+                            .ring_pixels = ring.rows * (uint32_t)in_row,
                             .c = (uint32_t)p->x.c,
-                            .x_pitch = pitch_of(&at->x, &p->x),
-                            .least = p->eps * p->x_scale};
+                            .x_pitch = (uint32_t)(at->x.row / in_row),
+                            .least = rms ? 0 : p->eps * p->x_scale,
+                            .under = rms ? p->eps * p->x_scale * p->x_scale * (float)p->x.c : 0};
     const size_t blocks = (pixels + VM_CUDA_THREADS / 8 - 1) / (VM_CUDA_THREADS / 8);
     const size_t most = (size_t)g->multiprocessors * 32;
-    return launch(g, g->kernel[VM_KERNEL_PIXEL_NORM], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
+    return vm_gpu_launch(g, g->kernel[VM_KERNEL_PIXEL_NORM], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
 }
 
 /* Returns: the factor from x's power of two, or from a normalised x, to y's. */
@@ -307,7 +317,7 @@ static vm_status load(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
                       .out = scratch_at(at, s->in),
                       .scale = scale_of(p, at),
                       .shift = shift_of(p, at),
-                      .factor = p->norm == VM_NORM_PIXEL ? scratch_at(at, s->factor) : NULL,
+                      .factor = vm_norm_by_pixel(p->norm) ? scratch_at(at, s->factor) : NULL,
                       .first_factor = (uint32_t)(x.first * p->x.w),
                       .x_plane = part ? channel / pixel : p->x.h * p->x.w,
                       .x_h = (uint32_t)p->x.h,
@@ -315,7 +325,7 @@ static vm_status load(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
                       .x_c = (uint32_t)p->x.c,
                       .x_pitch = pitch_of(&at->x, &p->x),
                       .x_row = (uint32_t)(part ? (size_t)part->row / pixel : p->x.w),
-                      .x_ring = ring_of(&at->x, x.first),
+                      .x_ring = vm_gpu_ring(&at->x, x.first),
                       .top = s->own ? (int32_t)x.first : (int32_t)top_of(p, s, row0),
                       .left = s->own ? 0 : -(int32_t)s->pad,
                       .rows = (uint32_t)n,
@@ -329,7 +339,7 @@ static vm_status load(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
     const size_t vectors = n * s->in_w * s->in_c / 8;
     const size_t a_block = 4 * VM_CUDA_THREADS; /* a thread takes a few vectors at once */
     const size_t blocks = (vectors + a_block - 1) / a_block, most = (size_t)g->multiprocessors * 32;
-    return launch(g, g->kernel[VM_KERNEL_LOAD], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
+    return vm_gpu_launch(g, g->kernel[VM_KERNEL_LOAD], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
 }
 
 static vm_status store(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0, size_t rows) {
@@ -346,8 +356,8 @@ static vm_status store(vm_gpu *g, const vm_pass *p, const vm_operands *at, const
                        .y_c = (uint32_t)p->y.c,
                        .y_pitch = pitch_of(&at->y, &p->y),
                        .add_pitch = pitch_of(&at->add, &p->y),
-                       .y_ring = ring_of(&at->y, row0),
-                       .add_ring = ring_of(&at->add, row0),
+                       .y_ring = vm_gpu_ring(&at->y, row0),
+                       .add_ring = vm_gpu_ring(&at->add, row0),
                        .row0 = (uint32_t)row0,
                        .rows = (uint32_t)rows,
                        .channels = (uint32_t)vm_padded(p->y.c),
@@ -360,8 +370,8 @@ static vm_status store(vm_gpu *g, const vm_pass *p, const vm_operands *at, const
                        .out_shift = p->out_shift,
                        .bias_scale = p->y_scale};
     const size_t vectors = vm_padded(p->y.c) / 8;
-    return launch(g, g->kernel[VM_KERNEL_STORE], parts_of(p, rows), (vectors + VM_CUDA_LANES - 1) / VM_CUDA_LANES,
-                  VM_CUDA_THREADS, 0, &a);
+    return vm_gpu_launch(g, g->kernel[VM_KERNEL_STORE], parts_of(p, rows),
+                         (vectors + VM_CUDA_LANES - 1) / VM_CUDA_LANES, VM_CUDA_THREADS, 0, &a);
 }
 
 /* Returns: whether cuDNN may read x itself: nothing to do on load, and a whole stripe of x's pixels is packed. */
@@ -389,7 +399,7 @@ static vm_status move(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
     const size_t blocks = (rows * p->y.w * s->raw_c / 8 + VM_CUDA_THREADS - 1) / VM_CUDA_THREADS;
     const size_t most = (size_t)g->multiprocessors * 32;
     vm_status status = load(g, p, at, s, row, rows);
-    if (!status) status = launch(g, g->kernel[VM_KERNEL_MOVE], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
+    if (!status) status = vm_gpu_launch(g, g->kernel[VM_KERNEL_MOVE], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
     return status ? status : store(g, p, at, s, row, rows);
 }
 
@@ -419,27 +429,27 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     vm_conv_args a = own_args(g, p);
     a.x = from_rows ? at->x.data : scratch_at(at, s->in);
     a.x_pitch = from_rows ? pitch_of(&at->x, &p->x) : (uint32_t)s->in_c;
-    a.x_ring = from_rows ? ring_of(&at->x, x.first) : (vm_ring_rows){-(uint32_t)x.first, 0};
+    a.x_ring = from_rows ? vm_gpu_ring(&at->x, x.first) : (vm_ring_rows){-(uint32_t)x.first, 0};
     a.w = at->weight;
     a.scale = scale_of(p, at);
     a.shift = shift_of(p, at);
-    a.factor = p->norm == VM_NORM_PIXEL ? scratch_at(at, s->factor) : NULL;
+    a.factor = vm_norm_by_pixel(p->norm) ? scratch_at(at, s->factor) : NULL;
     a.first_factor = (uint32_t)(x.first * p->x.w);
     a.bias = at->bias;
     a.add = p->add ? at->add.data : NULL;
     a.add_pitch = pitch_of(&at->add, &p->y);
-    a.add_ring = ring_of(&at->add, row);
+    a.add_ring = vm_gpu_ring(&at->add, row);
     a.y = to_rows ? at->y.data : at->y_pixels;
     a.y_pitch = pitch_of(&at->y, &p->y);
-    a.y_ring = ring_of(&at->y, row);
+    a.y_ring = vm_gpu_ring(&at->y, row);
     a.first_item = (uint32_t)(row / height) * vm_conv_row_items(&a, tile);
     a.items = (uint32_t)((rows + height - 1) / height) * vm_conv_row_items(&a, tile);
     a.stats = p->stats ? at->y_stats : NULL;
     a.flags = g->flags;
     a.multiply = !from_rows ? 1 : multiplier(p);
     if (!from_rows) a.act = VM_ACT_NONE; /* load has done it */
-    return launch(g, g->conv[tile.kind], vm_conv_grid(&a, tile, (uint32_t)g->multiprocessors), 1, tile.threads,
-                  tile.shared, &a);
+    return vm_gpu_launch(g, g->conv[tile.kind], vm_conv_grid(&a, tile, (uint32_t)g->multiprocessors), 1, tile.threads,
+                         tile.shared, &a);
 }
 
 /* Rows [row, end) of y; the first begins a step. */
@@ -449,7 +459,9 @@ static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     vm_status status = VM_OK;
     for (size_t rows; row < end && !status; row += rows) {
         rows = VM_MIN(s.rows, end - row);
-        if (p->norm == VM_NORM_PIXEL) status = pixel_norm(g, p, at, &s, needed(p, &s, row, rows));
+        const span x = needed(p, &s, row, rows);
+        if (vm_norm_by_pixel(p->norm))
+            status = vm_gpu_pixel_norm(g, p, at, scratch_at(at, s.factor), scale_of(p, at), x.first, x.end);
         if (!status)
             status = p->kind == VM_PASS_MOVE ? move(g, p, at, &s, row, rows)
                      : s.own                 ? own_conv(g, p, at, &s, row, rows)
@@ -458,7 +470,7 @@ static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     return status;
 }
 
-static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
+vm_status vm_gpu_attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
     const size_t c = p->x.c / 3, n = p->x.h * p->x.w;
     if (c > VM_ATTENTION_CHANNELS)
         return vm_fail(VM_EINVAL, VM_EXPECTED("attention", "at most %d channels on a GPU", "%zu"),
@@ -471,15 +483,16 @@ static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
                            .y_pitch = pitch_of(&at->y, &p->y),
                            .scale = (float)(1 / (sqrt((double)p->scale_channels) * p->x_scale * p->x_scale))};
     const uint32_t queries = g->attention.queries;
-    return launch(g, g->kernel[VM_KERNEL_ATTENTION], (n + queries - 1) / queries, 1, VM_CUDA_THREADS,
-                  vm_attention_shared(g->backend.dtype, g->attention, (uint32_t)c), &a);
+    return vm_gpu_launch(g, g->kernel[VM_KERNEL_ATTENTION], (n + queries - 1) / queries, 1, VM_CUDA_THREADS,
+                         vm_attention_shared(g->backend.dtype, g->attention, (uint32_t)c), &a);
 }
 
 static vm_status step(const vm_tasks *t, size_t row, size_t rows) {
     const size_t height = vm_gpu_cut(t->backend, t->pass, t->at->manner.tight).out_rows;
     vm_gpu *g = t->backend->self;
     VM_ENTER(g);
-    return convolve(g, t->pass, t->at, &t->exec->limits, row * height, VM_MIN((row + rows) * height, t->pass->y.h));
+    return (t->pass->video ? vm_frames_rows : convolve)(g, t->pass, t->at, &t->exec->limits, row * height,
+                                                        VM_MIN((row + rows) * height, t->pass->y.h));
 }
 
 vm_status vm_gpu_prepare(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec,
@@ -487,13 +500,18 @@ vm_status vm_gpu_prepare(const vm_backend *b, const vm_pass *p, const vm_operand
     vm_gpu *g = b->self;
     *out = (vm_tasks){.rows = step, .backend = b, .pass = p, .at = at, .exec = exec};
     VM_ENTER(g);
+    if (p->video) return vm_frames_begin(g, p, at);
     return p->norm == VM_NORM_GROUP ? merge(g, p, at) : VM_OK;
 }
 
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
     vm_gpu *g = b->self;
     VM_ENTER(g);
-    if (p->kind == VM_PASS_ATTENTION) return attention(g, p, at);
+    if (p->kind == VM_PASS_ATTENTION) return (p->video ? vm_frames_attention : vm_gpu_attention)(g, p, at);
+    if (p->video) {
+        const vm_status begun = vm_frames_begin(g, p, at);
+        return begun ? begun : vm_frames_rows(g, p, at, &exec->limits, 0, p->y.h);
+    }
     const vm_status status = p->norm == VM_NORM_GROUP ? merge(g, p, at) : VM_OK;
     return status ? status : convolve(g, p, at, &exec->limits, 0, p->y.h);
 }

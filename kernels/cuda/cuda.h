@@ -90,16 +90,16 @@ typedef struct vm_merge_args {
     float eps;
 } vm_merge_args;
 
-/* vm_pixel_norm_<dtype>: factor[i] = 1 / max(|x[i]|, least); |x[i]| is the length of a pixel's c channels, with squares
- * summed in float; NaN stays. Pixels from ring_pixels on wrap around to 0. scale[j] = sqrt(c) * gamma[j], and 0 from c
+/* vm_pixel_norm_<dtype>: factor[i] = 1 / max(sqrt(|x[i]|^2 + under), least); |x[i]| is the length of a pixel's c channels,
+ * with squares summed in float; NaN stays. Pixels from ring_pixels on wrap around to 0. scale[j] = sqrt(c) * gamma[j], and 0 from c
  * up to its padding; shift[j] = 0. Any one-dimensional grid of VM_CUDA_THREADS threads. */
 typedef struct vm_pixel_norm_args {
-    const void *x; /* [pixels][x_pitch] */
-    const float *gamma;
+    const void *x;                                   /* [pixels][x_pitch] */
+    const float *gamma;                              /* NULL: ones */
     float *factor;                                   /* [pixels] */
     float *scale, *shift;                            /* [VM_ROUND_UP(c, VM_BLOCK)] */
     uint32_t first, pixels, ring_pixels, c, x_pitch; /* x[first] is the first pixel; ring_pixels 0: no ring */
-    float least;
+    float least, under;
 } vm_pixel_norm_args;
 
 /* vm_move_<dtype>: out[r][q][c] from x (VM_PASS_MOVE in kernels.h), and 0 from y_c on. Any one-dimensional grid of
@@ -111,6 +111,74 @@ typedef struct vm_move_args {
     uint32_t up, down, share; /* share: vm_move_share */
     vm_move move;
 } vm_move_args;
+
+/* A video's rows are [h][f][w][pitch]: a row has that row of all frames. For cuDNN a pass becomes 2D convolutions of
+ * some planes, [planes][lines][width][slices][channels], whose filters have the slices as channels:
+ *
+ *   3x3x3   a plane for each row of y, of frames and columns; the slices are the three rows that it meets
+ *   3x3     a plane for each frame, of rows and columns
+ *   3x1x1   a plane for each row; the slices are the three frames, and the filter is 1x1
+ *
+ * Element (plane, line, column, slice) is row row0 + plane * row_plane + line * row_line + slice * row_slice of x, the
+ * frame likewise, and column left + column. */
+typedef struct vm_planes {
+    uint32_t planes, lines, width, slices;
+    int32_t row0, row_plane, row_line, row_slice, frame0, frame_plane, frame_line, frame_slice, left;
+} vm_planes;
+
+/* vm_gather_<dtype>: out[plane][line][column][slice][c] = f(x[..][c]) * multiply, with f as in vm_load; zero outside x, in
+ * frames before frame_least, and for c >= x_c. held, mirrored: as in vm_pass. The user's video: pixel (row, frame,
+ * column) is the steps' sum of products. Any one-dimensional grid of VM_CUDA_THREADS threads, like the others here. */
+typedef struct vm_gather_args {
+    const void *x; /* [x_h][x_f][x_w][x_pitch], or the user's video by format */
+    void *out;
+    const float *scale, *shift, *factor; /* factor: of x's pixels from first_factor on */
+    uint64_t x_plane; /* of the user's: numbers from channel to channel, and pixels between rows ... */
+    int64_t row_step, column_step, frame_step;
+    uint64_t first_factor;
+    vm_planes to;
+    uint32_t x_h, x_w, x_f, x_c, x_pitch, channels;
+    vm_ring_rows x_ring;
+    uint32_t format, act, held, mirrored, frame_least;
+    float in_scale, in_shift, multiply;
+} vm_gather_args;
+
+/* vm_scatter_<dtype>: y[row0 + r][frame][q][c] = raw + bias[c] * bias_scale + add, at least 0 with relu, for r < rows and
+ * frames [frame_first, frame_end). raw is [plane][lines][width][groups][channels]; the plane is r and the line counts
+ * the frames, or by_frame the other way. halves: of two frames each is a group of one line, with its own bias. up: as in
+ * vm_store. *flags |= 1 if a stored value is not finite. */
+typedef struct vm_scatter_args {
+    const void *raw;
+    const float *bias; /* or NULL */
+    const void *add;   /* or NULL */
+    void *y;           /* [y_h][y_f][y_w][y_pitch], or the user's video by format */
+    uint32_t *flags;
+    uint64_t y_plane;
+    int64_t row_step, column_step, frame_step;
+    uint32_t y_f, y_w, y_c, y_pitch, add_pitch;
+    vm_ring_rows y_ring, add_ring;
+    uint32_t row0, rows, frame_first, frame_end, lines, width, groups, channels;
+    uint32_t by_frame, halves, up, relu, format;
+    vm_clamp clamp;
+    float out_scale, out_shift, bias_scale;
+} vm_scatter_args;
+
+/* vm_frames_move_<dtype>: as vm_move, out[r][frame][q][c] from x's rows [r][x_f][x_w][x_pitch]. doubles, halves: of the
+ * frames; held: as in vm_pass. */
+typedef struct vm_frames_move_args {
+    const void *x;
+    void *out;
+    uint32_t x_f, x_w, x_c, x_pitch, y_f, y_w, y_c, rows, channels;
+    uint32_t up, down, share, doubles, halves, held;
+    vm_move move;
+} vm_frames_move_args;
+
+/* vm_turn_<dtype>: to[phase][filter][a][b][c] = from[phase'][filter][b][a][c]; of four phases, (a, b) becomes (b, a). */
+typedef struct vm_turn_args {
+    const void *from;
+    void *to;
+    uint32_t phases, filters, taps, channels;
+} vm_turn_args;
 
 /* vm_attention_<dtype>: y[i] = softmax(q[i] k^T * scale) v over n pixels with one head of `channels` (at most
  * VM_ATTENTION_CHANNELS, a multiple of VM_BLOCK). q, k, v lie side by side in a pixel: x + i * pitch + {0, 1, 2} *

@@ -27,7 +27,8 @@ enum {
     X(ATTENTION, attention)   \
     X(BLEND, blend)           \
     X(CONV, conv)             \
-    X(CONV_WGMMA, conv_wgmma)
+    X(CONV_WGMMA, conv_wgmma) \
+    X(FRAMES, frames)
 typedef enum vm_gpu_kernel {
 #define VM_GPU_KERNEL(NAME, FATBIN) VM_KERNEL_##NAME,
     VM_GPU_KERNELS(VM_GPU_KERNEL)
@@ -51,7 +52,7 @@ typedef struct vm_gpu {
     bool tf32, autotune;
     vm_cudnn_convs *convs;
     CUmodule module[VM_KERNELS_COUNT];
-    CUfunction kernel[VM_KERNELS_COUNT];
+    CUfunction kernel[VM_KERNELS_COUNT], gather, scatter, frames_move, turn; /* the last four: of frames.cu */
     vm_attention_shape attention;
     bool own_conv;                      /* our own convolution instead of cuDNN's wherever it has a tile */
     bool wgmma;                         /* the device and its machine code have conv_wgmma.cu's kernel */
@@ -143,6 +144,25 @@ double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job);
         if (try_) return try_;                                         \
     } while (0)
 
+/* backend.c, for frames.c. */
+vm_status vm_gpu_launch(vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t threads, size_t shared, void *args);
+/* Returns: where the rows of a view lie; the first that is needed is `first`. */
+vm_ring_rows vm_gpu_ring(const vm_view *view, size_t first);
+/* Fills the factors of rows [first, end) of x, and scale, with shift behind it. */
+vm_status vm_gpu_pixel_norm(vm_gpu *g, const vm_pass *pass, const vm_operands *at, float *factor, float *scale,
+                            size_t first, size_t end);
+vm_status vm_gpu_attention(vm_gpu *g, const vm_pass *pass, const vm_operands *at);
+/* frames.c: the same as backend.c's functions, for passes of videos. */
+vm_cut vm_frames_cut(const vm_gpu *g, const vm_pass *pass, bool tight);
+vm_needs vm_frames_needs(const vm_gpu *g, const vm_pass *pass, const vm_limits *limits, vm_manner manner);
+/* Returns: whether cuDNN has a convolution to do. */
+bool vm_frames_key(const vm_gpu *g, const vm_pass *pass, const vm_limits *limits, vm_manner manner, vm_conv_key *key);
+/* Before the first rows. */
+vm_status vm_frames_begin(vm_gpu *g, const vm_pass *pass, const vm_operands *at);
+/* Rows [row, end) of y. */
+vm_status vm_frames_rows(vm_gpu *g, const vm_pass *pass, const vm_operands *at, const vm_limits *limits, size_t row,
+                         size_t end);
+vm_status vm_frames_attention(vm_gpu *g, const vm_pass *pass, const vm_operands *at);
 /* backend.c: a pass enqueued on gpu->stream. */
 vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *pass, bool tight);
 vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, vm_manner manner);

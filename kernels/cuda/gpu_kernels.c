@@ -77,6 +77,16 @@ vm_status vm_gpu_load_kernels(vm_gpu *g) {
            FuncSetAttribute(g->kernel[VM_KERNEL_ATTENTION], CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                             (int)vm_attention_shared(g->backend.dtype, g->attention, VM_ATTENTION_CHANNELS)),
            "giving attention its shared memory");
+    struct {
+        CUfunction *to;
+        const char *name;
+    } frames[] = {
+        {&g->gather, "gather"}, {&g->scatter, "scatter"}, {&g->frames_move, "frames_move"}, {&g->turn, "turn"}};
+    for (size_t i = 0; i < sizeof frames / sizeof *frames; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "vm_%s_%s", frames[i].name, suffix[g->backend.dtype]);
+        VM_TRY(g, ModuleGetFunction(frames[i].to, g->module[VM_KERNEL_FRAMES], name), name);
+    }
     for (uint32_t kind = 0; g->own_conv && kind < VM_CONV_ALL_KINDS; kind++) {
         vm_status s = find_conv(g, kind);
         if (s) return s;

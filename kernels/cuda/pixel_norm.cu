@@ -25,12 +25,12 @@ VM_DEVICE void vm_pixel_norm(const vm_pixel_norm_args &a) {
                 if (c + i < a.c) sum = fmaf(v[i], v[i], sum);
         }
         for (uint32_t other = LANES / 2; other; other /= 2) sum += vm_shuffle_xor(sum, other);
-        const float length = sqrtf(sum);
+        const float length = sqrtf(sum + a.under);
         if (lane == 0 && pixel < a.pixels) a.factor[pixel] = 1 / (length < a.least ? a.least : length); /* NaN stays */
     }
     if (blockIdx.x) return;
     for (uint32_t c = threadIdx.x; c < padded; c += VM_CUDA_THREADS) {
-        a.scale[c] = c < a.c ? (float)(sqrt((double)a.c) * a.gamma[c]) : 0;
+        a.scale[c] = c < a.c ? (float)(sqrt((double)a.c) * (a.gamma ? a.gamma[c] : 1)) : 0;
         a.shift[c] = 0;
     }
 }

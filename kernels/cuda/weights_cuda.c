@@ -4,8 +4,10 @@
  *   after nearest 2x  [4][out][2][2][in] one 2x2 filter for each parity of the output's row and column
  *   either            in blocks (vm_conv_filter_at) if vm_gpu_blocked
  *   vector        [out] floats, padded likewise
+ *   of videos     [out][slice][k][k][in]; without slices for earlier frames, rows and columns are exchanged
  *
- * Each of three convolutions in one (qkv) is padded. Filters over time keep only the last slice.
+ * Each of three convolutions in one (qkv) is padded. Filters over time keep only the last slice, unless the model is of
+ * videos. These filters are for rows that are the picture's columns (frames.c).
  *
  * Over an image with doubled pixels, a 3x3 filter meets every source pixel under several taps. Summing those first
  * gives four 2x2 filters: the same in real arithmetic, and 16 products instead of 36. Taps are summed in float and
@@ -17,7 +19,7 @@
 #include "gpu.h"
 
 static bool blocked(const vm_backend *b, const vm_weight *w) {
-    return !w->vector && vm_gpu_blocked(b->self, w->ksize, vm_padded(w->in), vm_weight_lanes(w));
+    return !w->vector && !w->frames && vm_gpu_blocked(b->self, w->ksize, vm_padded(w->in), vm_weight_lanes(w));
 }
 
 size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w) {
@@ -25,7 +27,8 @@ size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w) {
     if (blocked(b, w))
         return vm_conv_blocked(w->up ? 4 : 1, vm_weight_lanes(w), vm_padded(w->in), w->up ? 4 : w->ksize * w->ksize) *
                vm_dtype_bytes(b->dtype);
-    return vm_weight_lanes(w) * (w->up ? 16 : w->ksize * w->ksize) * vm_padded(w->in) * vm_dtype_bytes(b->dtype);
+    return vm_weight_lanes(w) * (w->up ? 16 : w->ksize * w->ksize) * vm_weight_slices(w) * vm_padded(w->in) *
+           vm_dtype_bytes(b->dtype);
 }
 
 /* A tensor in a file, element by element. */
@@ -59,18 +62,22 @@ vm_status vm_gpu_pack_weight(const vm_backend *b, const vm_weight *w, void *out,
     memset(out, 0, vm_gpu_weight_bytes(b, w));
     const size_t file_taps = w->ksize * w->ksize, phases = w->up ? 4 : 1, taps = w->up ? 4 : file_taps;
     const size_t in = w->vector ? 1 : vm_padded(w->in), lanes = vm_weight_lanes(w);
-    const bool in_blocks = blocked(b, w);
+    const bool in_blocks = blocked(b, w), turns = w->frames && !w->past && !w->vector;
+    const size_t kept_slices = w->vector ? 1 : vm_weight_slices(w), side = w->up ? 2 : w->ksize;
     for (size_t phase = 0; phase < phases; phase++)
         for (size_t o = 0; o < w->out; o++)
-            for (size_t tap = 0; tap < taps; tap++)
+            for (size_t slice_tap = 0; slice_tap < kept_slices * taps; slice_tap++)
                 for (size_t i = 0; i < w->in; i++) {
-                    const size_t first = ((o * w->in + i) * (w->past + 1) + w->past) * file_taps;
-                    const float v = w->up ? folded(&from, first, phase, tap) : read(&from, first + tap);
+                    const size_t tap = slice_tap % taps, slice = w->past + 1 - kept_slices + slice_tap / taps;
+                    const size_t first = ((o * w->in + i) * (w->past + 1) + slice) * file_taps;
+                    const size_t across = turns ? tap % side * side + tap / side : tap;
+                    const size_t parity = turns ? phase % 2 * 2 + phase / 2 : phase;
+                    const float v = w->up ? folded(&from, first, parity, across) : read(&from, first + across);
                     const size_t lane = vm_weight_lane(w, o);
                     const size_t at =
                         in_blocks ? vm_conv_filter_at((uint32_t)lanes, (uint32_t)in, (uint32_t)taps, (uint32_t)phase,
                                                       (uint32_t)lane, (uint32_t)tap, (uint32_t)i)
-                                  : ((phase * lanes + lane) * taps + tap) * in + i;
+                                  : ((phase * lanes + lane) * kept_slices * taps + slice_tap) * in + i;
                     vm_set_element(kept, out, at, v);
                     fits &= isfinite(vm_element(kept, out, at)) != 0;
                 }

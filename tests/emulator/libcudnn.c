@@ -277,7 +277,7 @@ static int finalize_operation(descriptor *op) {
     const int64_t *x = ints(t[0], 902), *w = ints(t[1], 902), *y = ints(t[2], 902), *stride = ints(v, 103);
     const float alpha = *(const float *)value(op, 700), beta = *(const float *)value(op, 701);
     conv *c = &op->conv;
-    *c = (conv){.type = number(t[0], 901), .h = x[2], .w = x[3], .c = x[1], .k = w[0], .r = w[2], .s = w[3]};
+    *c = (conv){.type = number(t[0], 901), .n = x[0], .h = x[2], .w = x[3], .c = x[1], .k = w[0], .r = w[2], .s = w[3]};
     for (int i = 0; i < 3; i++) {
         if (number(t[i], 901) != c->type) return fail(NO_SUCH_DATA_TYPE, "tensors of several types");
         if (!packed(t[i])) return fail(NO_SUCH_LAYOUT, "a tensor is not packed as n h w c");
@@ -287,7 +287,7 @@ static int finalize_operation(descriptor *op) {
     c->stride = stride[0];
     c->oh = (c->h - c->r) / c->stride + 1;
     c->ow = (c->w - c->s) / c->stride + 1;
-    if (x[0] != 1 || y[0] != 1 || w[1] != c->c || y[1] != c->k || y[2] != c->oh || y[3] != c->ow)
+    if (x[0] < 1 || y[0] != x[0] || w[1] != c->c || y[1] != c->k || y[2] != c->oh || y[3] != c->ow)
         return fail(SHAPE_MISMATCH, "x, w and y do not fit together");
     if (number(v, 100) != F32 || number(v, 101) != 1 || *ints(v, 106) != 2 || stride[0] != stride[1] || alpha != 1 ||
         beta)

@@ -13,7 +13,7 @@ enum { F32 = 0, F16 = 2, BF16 = 9 }; /* cudnnDataType_t */
 
 typedef struct conv {
     int type;
-    int64_t h, w, c, k, r, s, stride, oh, ow;
+    int64_t n, h, w, c, k, r, s, stride, oh, ow;
     int64_t id[3], alignment[3]; /* of x, w, y */
     bool on_handle;
 } conv;
@@ -71,8 +71,10 @@ static void turn(const job *j, float *out, int64_t taps) {
         }
 }
 
-static void convolve(const job *j, const float *x, const float *w, int64_t taps) {
+/* One of n: x is its own, y is of all. */
+static void convolve(const job *j, int64_t one, const float *x, const float *w, int64_t taps) {
     const conv *v = &j->conv;
+    const int64_t first = one * v->oh * v->ow;
     for (int64_t oy = 0; oy < v->oh; oy++)
         for (int64_t ox = 0; ox < v->ow; ox += PIXELS)
             for (int64_t k = 0; k < v->k; k += TILE) {
@@ -95,7 +97,7 @@ static void convolve(const job *j, const float *x, const float *w, int64_t taps)
                     }
                 for (int64_t p = 0; p < PIXELS && ox + p < v->ow; p++)
                     for (int64_t i = 0; i < TILE && k + i < v->k; i++)
-                        store(v->type, j->y, (oy * v->ow + ox + p) * v->k + k + i,
+                        store(v->type, j->y, (first + oy * v->ow + ox + p) * v->k + k + i,
                               j->spoil ? NAN : sum[p][i / LANES][i % LANES]);
             }
 }
@@ -103,7 +105,7 @@ static void convolve(const job *j, const float *x, const float *w, int64_t taps)
 static inline void convolve_job(void *arg) {
     const job *j = arg;
     const conv *v = &j->conv;
-    const int64_t pixels = v->h * v->w * v->c, taps = v->r * v->s * v->c;
+    const int64_t each = v->h * v->w * v->c, pixels = v->n * each, taps = v->r * v->s * v->c;
     float *x = malloc((size_t)pixels * sizeof *x),
           *w = calloc((size_t)((v->k + TILE - 1) / TILE * TILE * taps), sizeof *w);
     if (!x || !w) {
@@ -116,7 +118,7 @@ static inline void convolve_job(void *arg) {
     }
     turn(j, w, taps);
     if (j->bytes) memset(j->workspace, 0xff, j->bytes);
-    convolve(j, x, w, taps);
+    for (int64_t one = 0; one < v->n; one++) convolve(j, one, x + one * each, w, taps);
     free(x);
     free(w);
 }

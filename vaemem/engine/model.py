@@ -251,7 +251,7 @@ class Model:
         """
         gpu, where = open_device(device, dtype, precision, autotune, convolution)
         arch = known_arch(model) if config is None else read_config(config)
-        core = _core.Model(weights.with_videos(arch, videos, config, where), parts, **where)
+        core = _core.Model(weights.with_videos(arch, videos, config), parts, **where)
         weights.random_tensors(core, seed)
         return cls(core, gpu, config)
 

@@ -102,7 +102,7 @@ def read(
     """Read weights into a new core model with all tensors set, as in `vaemem.VAE.load`. Return it and its config; the
     config is None if only the tensors' names and shapes describe the model.
 
-    videos: None: those of the class AutoencoderKLWan, on a CPU. where: the core's arguments for the device and the
+    videos: None: those of the classes of videos. where: the core's arguments for the device and the
     numbers. Tensors are copied there one by one: the peak is the
     packed copy plus one tensor as it lies in the file.
     """
@@ -127,9 +127,9 @@ def read(
             raise OSError(error.errno, f"cannot read: {error.strerror}", name) from None
 
 
-def with_videos(arch: Arch, videos: bool | None, config: Config | None, where: Mapping[str, Any]) -> Arch:
+def with_videos(arch: Arch, videos: bool | None, config: Config | None) -> Arch:
     """Return the architecture of a model that runs videos too, if it is asked for (ValueError if it cannot) or, for
-    None, if the config is of such a class and the model is on a CPU."""
+    None, if the config is of such a class."""
     if arch.get("family") == "ltx":
         if videos is False:
             raise ArgumentError("videos", f"True or None: {arch['name']} is of videos, a picture is one frame", "False")
@@ -140,7 +140,7 @@ def with_videos(arch: Arch, videos: bool | None, config: Config | None, where: M
             "videos", "False: of videos, the VAEs of Wan and of LTX-2 run here", f"True for {arch['name']}"
         )
     if videos is None:
-        videos = runs and where.get("backend") is None and config is not None and configs.is_of_videos(config)
+        videos = runs and config is not None and configs.is_of_videos(config)
     return {key: value for key, value in arch.items() if key != "videos"} | ({"videos": True} if videos else {})
 
 
@@ -155,7 +155,7 @@ def _load_from(
     arch = arch or layouts.detect(shapes, parts)[2]
     if videos is None and arch.get("family") == "wan" and not any(".time_conv." in name for name in shapes):
         videos = False  # a file that was cut to what images need
-    arch = with_videos(arch, videos, config, where)
+    arch = with_videos(arch, videos, config)
     spelt = _match_names(source, arch, parts, layout, prefix, is_guessed)
     result = _core.Model(arch, parts, **where)
     for tensor, shape in result.tensors:
@@ -400,10 +400,7 @@ def make(arch: Arch, parts: str, tensors: Iterable[tuple[str, np.ndarray]], **wh
 
 def copy(model: _core.Model, **where: Any) -> _core.Model:
     """Copy a model. where: as in `read`."""
-    is_on_cpu = where.get("backend") is None
-    arch = with_videos(model.arch, is_on_cpu and model.arch.get("videos", False), None, where)
-    tensors = (one for one in kept(model) if arch.get("videos") or ".time_conv." not in one[0])
-    return make(arch, model.parts, tensors, **where)
+    return make(model.arch, model.parts, kept(model), **where)
 
 
 # ---- writing ----

@@ -29,7 +29,7 @@ from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.gpus import Gpu, coarse_names, find_gpu, gpu_names
 from vaemem.prediction.predict import Prediction, shell_command
 from vaemem.prediction.request import Card
-from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN, architecture
+from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN, architecture, shipped_models
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION
 
 MOST_MATCHES = 5
@@ -187,7 +187,7 @@ def _find_asked(
             models = []
         if pipelines != [model] or not model.startswith("wan"):
             try:
-                models = [named_model("model", model)]
+                models = [name for name in [named_model("model", model)] if name in shipped_models() or not pipelines]
             except ArgumentError:
                 if not models and (not pipelines or pipelines == list(clues.pipelines)):
                     raise

@@ -228,7 +228,8 @@ def known_pipeline(argument: str, name: Any, among: Iterable[str] = ()) -> str:
     if called and called.needs:
         raise ArgumentError(argument, called.needs, repr(name))
     if vae and not is_own:
-        advice = f"vaemem fits {shlex.quote(name)} decode 1024x1024 predicts it"
+        does = "fits" if vae in shipped_models() else "estimate"
+        advice = f"vaemem {does} {shlex.quote(name)} decode 1024x1024 predicts it"
         raise ArgumentError(argument, "", f"only the VAE of {name!r} is known", advice)
     if called:
         raise ArgumentError(argument, "", f"{called.why}, got {name!r}")

@@ -461,10 +461,9 @@ class _Frames(_DropIn):
             return x, False  # `_run` refuses it
         if x.ndim == 5 and x.shape[2] == 1:
             return x[:, :, 0], True
-        if x.ndim == 5 and self.vae.arch.get("videos") and self.device.type == "cpu":
+        if x.ndim == 5 and self.vae.arch.get("videos"):
             return x, False
-        where = " on a GPU" if self.vae.arch.get("videos") else ""
-        advice = f"vaemem runs this VAE only for images{where}; diffusers' own class runs it for videos"
+        advice = "vaemem runs this VAE only for images; diffusers' own class runs it for videos"
         raise ArgumentError(name, "one frame, (N, C, 1, h, w)", str(tuple(x.shape)), advice)
 
     def _tiling(self, op: str) -> Tiling | None:

@@ -1,0 +1,416 @@
+/* A pass over a video on a GPU, stripe by stripe of some rows of all frames (vm_planes in cuda.h):
+ *
+ *   for each stripe:   x --gather--> planes --cuDNN--> raw --scatter--> y
+ *
+ *   prepared: scale | shift | filters, if the picture lies the other way than those that are stored
+ *   scratch:  factors | planes | raw                  workspace: cuDNN's
+ *
+ * A move uses its own kernel instead of cuDNN. Attention is within a frame: a frame's queries, keys and values are
+ * gathered, and its result is scattered. Filters are stored for rows that are the picture's columns (vm_pass.turned),
+ * because most videos are wider than high. */
+#include <math.h>
+
+#include "gpu.h"
+
+enum { TILE = 128 * 128 /* assumed numbers of y that cuDNN computes per block */ };
+
+/* How a pass is cut; sizes in elements. */
+typedef struct shape {
+    size_t rows;      /* of y in a stripe */
+    vm_planes to;     /* but for the places of its rows */
+    size_t channels;  /* of x, padded */
+    size_t k, stride; /* of the filter as convolved */
+    size_t lines;     /* of raw, in a plane; with the next two */
+    size_t width, groups;
+    size_t each; /* channels of a group, padded */
+    size_t raw_planes;
+    size_t factor, in, raw, scratch; /* bytes: offsets in scratch, and its size */
+    size_t filters, prepared;        /* likewise, in prepared memory */
+    bool turns;                      /* the filters */
+} shape;
+
+static bool is_move(const vm_pass *p) { return p->kind == VM_PASS_MOVE; }
+static bool is_down(const vm_pass *p) { return p->stride == 2; }
+
+/* Returns: the rows of y that are made together: both of a pair, or all of a square. */
+static size_t unit_of(const vm_pass *p) { return !p->up ? 1 : is_move(p) ? p->move.side : 2; }
+
+/* Returns: rows of x that so many rows of y meet, and where they begin. */
+static size_t rows_in(const vm_pass *p, size_t rows) {
+    if (is_move(p)) return p->up ? rows / p->move.side : is_down(p) ? rows * p->move.side : rows;
+    return p->up ? rows / 2 + 2 : (rows - 1) * (size_t)p->stride + (size_t)p->ksize;
+}
+static ptrdiff_t top_of(const vm_pass *p, size_t row) {
+    if (is_move(p)) return (ptrdiff_t)(p->up ? row / p->move.side : is_down(p) ? row * p->move.side : row);
+    return (ptrdiff_t)(p->up ? row / 2 : row * (size_t)p->stride) - p->pad;
+}
+
+/* Fills in what depends on a stripe's height. */
+static void lay_out(const vm_gpu *g, const vm_pass *p, shape *s, size_t rows) {
+    const size_t element = vm_dtype_bytes(g->backend.dtype), in = rows_in(p, rows), there = VM_MIN(in, p->x.h);
+    const bool over_time = p->slices > 1, moves = is_move(p), flat = !moves && p->ksize == 3 && !over_time;
+    vm_planes *to = &s->to;
+    s->rows = rows;
+    to->planes = (uint32_t)(moves ? in : flat ? p->x.f : rows);
+    if (flat) to->lines = (uint32_t)in;
+    s->raw_planes = flat ? p->y.f : rows;
+    if (flat) s->lines = p->up ? rows / 2 + 1 : rows;
+    s->scratch = 0;
+    const size_t lines = VM_MAX(to->lines, 1); /* the first frame, which is copied, passes through too */
+    const size_t numbers = VM_PRODUCT(to->planes, lines, to->width, to->slices, s->channels, element);
+    s->factor = vm_put_bytes(&s->scratch,
+                             vm_norm_by_pixel(p->norm) ? VM_PRODUCT(there, p->x.f, p->x.w, sizeof(float)) : 0, 256);
+    s->in = vm_put_bytes(&s->scratch, numbers, 256);
+    s->raw = vm_put_bytes(&s->scratch, VM_PRODUCT(s->raw_planes, s->lines, s->width, s->groups, s->each, element), 256);
+}
+
+/* Fills in the rest, for stripes of one unit. */
+static shape shape_of_pass(const vm_gpu *g, const vm_pass *p) {
+    const bool moves = is_move(p), doubles = p->time == VM_TIME_DOUBLED, halves = p->time == VM_TIME_HALVED;
+    const bool wide = !moves && p->ksize == 3; /* has neighbours in its plane */
+    shape s = {.channels = vm_padded(p->x.c),
+               .k = wide ? (p->up ? 2 : 3) : 1,
+               .stride = wide ? (size_t)p->stride : 1,
+               .each = vm_padded(p->y.c),
+               .groups = moves     ? 1
+                         : p->up   ? 4
+                         : doubles ? 2
+                                   : 1};
+    vm_planes *to = &s.to;
+    to->slices = moves ? 1 : p->slices;
+    to->lines = (uint32_t)p->x.f;
+    to->width = (uint32_t)p->x.w;
+    s.lines = p->y.f, s.width = p->y.w;
+    if (moves) {
+        to->row_plane = to->frame_line = 1;
+    } else if (wide && p->slices > 1) {
+        to->row_plane = to->row_slice = to->frame_line = 1;
+        to->lines = (uint32_t)(p->x.f + 2), to->width = (uint32_t)(p->x.w + 2);
+        to->frame0 = -(2 - (int32_t)p->ahead), to->left = -1;
+    } else if (wide) {
+        to->row_line = to->frame_plane = 1;
+        to->width = (uint32_t)(p->up ? p->x.w + 2 : (p->y.w - 1) * (size_t)p->stride + 3);
+        to->left = -p->pad;
+        s.width = p->up ? p->x.w + 1 : p->y.w;
+    } else {
+        to->row_plane = to->frame_slice = 1;
+        to->frame_line = halves ? 2 : 1;
+        to->frame0 = doubles ? -1 : 0;
+        if (halves || doubles) to->lines = (uint32_t)((halves ? p->y.f : p->x.f) - 1), s.lines = to->lines;
+    }
+    s.turns = wide && !p->turned;
+    if (p->norm) vm_put_bytes(&s.prepared, 2 * s.channels * sizeof(float), 256);
+    const size_t taps = (p->up ? 16 : 9) * (size_t)p->slices;
+    s.filters = vm_put_bytes(&s.prepared,
+                             s.turns ? VM_PRODUCT(s.each, taps, s.channels, vm_dtype_bytes(g->backend.dtype)) : 0, 256);
+    lay_out(g, p, &s, unit_of(p));
+    return s;
+}
+
+/* A step: enough rows of all frames for the whole device or, if tight, as few as can be. The former are assumed to cost
+ * no more than a pass that runs whole; that was not measured. */
+static size_t rows_of_step(const vm_gpu *g, const vm_pass *p, bool tight, double *cost) {
+    const size_t unit = unit_of(p), units = (p->y.h + unit - 1) / unit;
+    const size_t tiles = VM_MAX(unit * p->y.f * p->y.w * vm_padded(p->y.c) / TILE, 1);
+    const size_t enough = VM_MIN(((size_t)g->multiprocessors + tiles - 1) / tiles, units), some = tight ? 1 : enough;
+    *cost = (double)enough / (double)some;
+    return VM_MIN(some * unit, p->y.h);
+}
+
+static shape shape_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
+    shape s = shape_of_pass(g, p);
+    double cost;
+    if (manner.stepped) {
+        lay_out(g, p, &s, rows_of_step(g, p, manner.tight, &cost));
+        return s;
+    }
+    size_t low = unit_of(p), high = p->y.h; /* the most rows that fit, by bisection */
+    while (low < high) {
+        const size_t rows = VM_ROUND_UP((low + high) / 2 + 1, unit_of(p));
+        lay_out(g, p, &s, VM_MIN(rows, p->y.h));
+        const bool fits = s.prepared + s.scratch <= limits->stripe_bytes;
+        *(fits ? &low : &high) = fits ? VM_MIN(rows, p->y.h) : VM_MIN(rows, p->y.h) - unit_of(p);
+    }
+    const size_t stripes = (p->y.h + low - 1) / low;
+    lay_out(g, p, &s, VM_ROUND_UP((p->y.h + stripes - 1) / stripes, unit_of(p)));
+    return s;
+}
+
+vm_cut vm_frames_cut(const vm_gpu *g, const vm_pass *p, bool tight) {
+    if (p->kind == VM_PASS_ATTENTION)
+        return (vm_cut){.rows = 1, .columns = 1, .out_rows = p->y.h, .in_rows = p->x.h, .cost = 1};
+    double cost;
+    const size_t rows = rows_of_step(g, p, tight, &cost), one = rows_in(p, 2 * unit_of(p)) - rows_in(p, unit_of(p));
+    return (vm_cut){.rows = (p->y.h + rows - 1) / rows,
+                    .columns = 1,
+                    .out_rows = rows,
+                    .together = 1,
+                    .in_step = rows / unit_of(p) * one,
+                    .in_rows = rows_in(p, rows),
+                    .pad = (size_t)-top_of(p, 0),
+                    .cost = cost};
+}
+
+/* Elements of a frame's queries, keys and values. */
+static size_t attended(const vm_pass *p) { return p->x.h * p->x.w * p->x.c; }
+
+vm_needs vm_frames_needs(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
+    if (p->kind == VM_PASS_ATTENTION)
+        return (vm_needs){.scratch = VM_PRODUCT(attended(p), vm_dtype_bytes(g->backend.dtype))};
+    const shape s = shape_of(g, p, limits, manner);
+    return (vm_needs){.prepared = s.prepared, .scratch = s.scratch};
+}
+
+static vm_conv_key key_of(const vm_gpu *g, const vm_limits *limits, vm_manner manner, const shape *s) {
+    const vm_planes *to = &s->to;
+    const bool rows = s->k == 1; /* a plain product: all planes are one */
+    const int64_t x[4] = {rows ? 1 : to->planes, (int64_t)(to->slices * s->channels),
+                          rows ? (int64_t)to->planes * to->lines : to->lines, to->width};
+    vm_conv conv =
+        vm_conv_square(g->backend.dtype, x, (int64_t)(s->groups * s->each), (int64_t)s->k, (int64_t)s->stride, 0);
+    conv.tf32 = g->tf32;
+    conv.nhwc = true;
+    const size_t least = g->tf32 ? 64u << 20 : 1u << 20, copied = manner.stepped ? s->scratch : limits->stripe_bytes;
+    const size_t usual = VM_MAX(copied / 5 * 2, least);
+    const size_t filters = VM_PRODUCT(s->groups, s->each, s->k, s->k, to->slices, s->channels, sizeof(float));
+    const bool copy = !manner.stepped && g->backend.dtype == VM_F32 && !g->tf32; /* as in backend.c */
+    return (vm_conv_key){conv, copy ? VM_MAX(usual, s->scratch + filters + least) : usual};
+}
+
+/* Returns: whether cuDNN has work: not in a video of one frame, which a change of the number of frames passes on. */
+static bool convolves(const shape *s) { return s->to.lines > 0 && s->lines > 0; }
+
+bool vm_frames_key(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, vm_manner manner, vm_conv_key *key) {
+    if (p->kind != VM_PASS_CONV) return false;
+    const shape s = shape_of(g, p, limits, manner);
+    *key = key_of(g, limits, manner, &s);
+    return convolves(&s);
+}
+
+/* ---- launches ---- */
+
+static size_t blocks_of(const vm_gpu *g, size_t numbers) {
+    const size_t blocks = (numbers / 8 + VM_CUDA_THREADS - 1) / VM_CUDA_THREADS;
+    return VM_MAX(VM_MIN(blocks, (size_t)g->multiprocessors * 32), 1);
+}
+
+static void *scratch_at(const vm_operands *at, size_t offset) { return (char *)at->scratch + offset; }
+
+/* Steps of the user's video in pixels, whose rows may be the picture's columns. */
+typedef struct steps {
+    int64_t row, column, frame;
+    uint64_t plane;
+} steps;
+
+static steps steps_of(const vm_pass *p, const vm_shape *s, const vm_numbers *n) {
+    const int64_t wide = (int64_t)(p->turned ? s->h : s->w), area = (int64_t)(s->h * s->w);
+    const int64_t down = n ? n->row / n->pixel : wide;
+    return (steps){.row = p->turned ? 1 : down,
+                   .column = p->turned ? down : 1,
+                   .frame = n ? n->frame / n->pixel : area,
+                   .plane = (uint64_t)(n ? n->channel / n->pixel : area * (int64_t)s->f)};
+}
+
+static vm_gather_args gather_args(const vm_pass *p, const vm_operands *at, const shape *s, size_t row) {
+    const steps own = steps_of(p, &p->x, p->x_format == VM_ROWS ? NULL : at->numbers);
+    const size_t first = (size_t)VM_MAX(top_of(p, row), 0), in_row = p->x.f * p->x.w;
+    vm_gather_args a = {.x = p->x_format == VM_ROWS ? at->x.data : at->x_pixels,
+                        .out = scratch_at(at, s->in),
+                        .scale = p->norm ? at->prepared : NULL,
+                        .shift = p->norm ? (float *)at->prepared + s->channels : NULL,
+                        .factor = vm_norm_by_pixel(p->norm) ? scratch_at(at, s->factor) : NULL,
+                        .x_plane = own.plane,
+                        .row_step = own.row,
+                        .column_step = own.column,
+                        .frame_step = own.frame,
+                        .first_factor = first * in_row,
+                        .to = s->to,
+                        .x_h = (uint32_t)p->x.h,
+                        .x_w = (uint32_t)p->x.w,
+                        .x_f = (uint32_t)p->x.f,
+                        .x_c = (uint32_t)p->x.c,
+                        .x_pitch = (uint32_t)(at->x.row / in_row),
+                        .channels = (uint32_t)s->channels,
+                        .x_ring = vm_gpu_ring(&at->x, first),
+                        .format = p->x_format,
+                        .act = p->act,
+                        .held = p->held,
+                        .mirrored = p->mirrored,
+                        .frame_least = p->time == VM_TIME_DOUBLED && !is_move(p),
+                        .in_scale = p->affine ? p->in_scale : 1,
+                        .in_shift = p->affine ? p->in_shift : 0,
+                        .multiply = p->norm ? p->y_scale : p->y_scale / p->x_scale};
+    a.to.row0 = (int32_t)top_of(p, row);
+    return a;
+}
+
+static vm_status gather(vm_gpu *g, const vm_gather_args *a) {
+    const size_t numbers = VM_PRODUCT(a->to.planes, a->to.lines, a->to.width, a->to.slices, a->channels);
+    if (numbers / 8 > INT32_MAX)
+        return vm_fail(VM_EINVAL,
+                       VM_EXPECTED("memory_limit", "one with which a step has less than 2^34 numbers", "%zu"), numbers);
+    return vm_gpu_launch(g, g->gather, blocks_of(g, numbers), 1, VM_CUDA_THREADS, 0, (void *)a);
+}
+
+static vm_scatter_args scatter_args(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s,
+                                    size_t row, size_t rows) {
+    const steps own = steps_of(p, &p->y, NULL);
+    const bool moves = is_move(p);
+    return (vm_scatter_args){.raw = scratch_at(at, s->raw),
+                             .bias = at->bias,
+                             .add = p->add ? at->add.data : NULL,
+                             .y = p->y_format == VM_ROWS ? at->y.data : at->y_pixels,
+                             .flags = g->flags,
+                             .y_plane = own.plane,
+                             .row_step = own.row,
+                             .column_step = own.column,
+                             .frame_step = own.frame,
+                             .y_f = (uint32_t)p->y.f,
+                             .y_w = (uint32_t)p->y.w,
+                             .y_c = (uint32_t)p->y.c,
+                             .y_pitch = (uint32_t)(at->y.row / (p->y.f * p->y.w)),
+                             .add_pitch = (uint32_t)(at->add.row / (p->y.f * p->y.w)),
+                             .y_ring = vm_gpu_ring(&at->y, row),
+                             .add_ring = vm_gpu_ring(&at->add, row),
+                             .row0 = (uint32_t)row,
+                             .rows = (uint32_t)rows,
+                             .frame_first = p->time != VM_TIME_SAME && !moves,
+                             .frame_end = (uint32_t)p->y.f,
+                             .lines = (uint32_t)s->lines,
+                             .width = (uint32_t)s->width,
+                             .groups = (uint32_t)s->groups,
+                             .channels = (uint32_t)s->each,
+                             .by_frame = s->to.frame_plane,
+                             .halves = p->time == VM_TIME_DOUBLED && !moves,
+                             .up = p->up && !moves,
+                             .relu = p->relu,
+                             .format = p->y_format,
+                             .clamp = p->clamp,
+                             .out_scale = p->out_scale,
+                             .out_shift = p->out_shift,
+                             .bias_scale = p->y_scale};
+}
+
+static vm_status scatter(vm_gpu *g, const vm_scatter_args *a) {
+    const size_t numbers = VM_PRODUCT(a->rows, a->frame_end - a->frame_first, a->y_w, VM_ROUND_UP(a->y_c, VM_BLOCK));
+    return vm_gpu_launch(g, g->scatter, blocks_of(g, numbers), 1, VM_CUDA_THREADS, 0, (void *)a);
+}
+
+static vm_status moved(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t rows) {
+    vm_frames_move_args a = {.x = scratch_at(at, s->in),
+                             .out = scratch_at(at, s->raw),
+                             .x_f = (uint32_t)p->x.f,
+                             .x_w = (uint32_t)p->x.w,
+                             .x_c = (uint32_t)p->x.c,
+                             .x_pitch = (uint32_t)s->channels,
+                             .y_f = (uint32_t)p->y.f,
+                             .y_w = (uint32_t)p->y.w,
+                             .y_c = (uint32_t)p->y.c,
+                             .rows = (uint32_t)rows,
+                             .channels = (uint32_t)s->each,
+                             .up = p->up,
+                             .down = is_down(p),
+                             .share = (uint32_t)vm_move_share(p->move, p->x.c, p->y.c, p->up, is_down(p)),
+                             .doubles = p->time == VM_TIME_DOUBLED,
+                             .halves = p->time == VM_TIME_HALVED,
+                             .held = p->held,
+                             .move = p->move};
+    const size_t numbers = VM_PRODUCT(rows, p->y.f, p->y.w, s->each);
+    return vm_gpu_launch(g, g->frames_move, blocks_of(g, numbers), 1, VM_CUDA_THREADS, 0, &a);
+}
+
+/* Copies the first frame, which a change of the number of frames passes on. */
+static vm_status copy_frame(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row,
+                            size_t rows) {
+    vm_gather_args in = gather_args(p, at, s, row);
+    in.to.planes = (uint32_t)rows;
+    in.to.lines = in.to.slices = 1;
+    in.to.frame0 = in.to.frame_line = 0;
+    in.frame_least = 0;
+    vm_scatter_args out = scatter_args(g, p, at, s, row, rows);
+    out.raw = in.out;
+    out.bias = NULL;
+    out.frame_first = 0, out.frame_end = 1;
+    out.lines = out.groups = 1;
+    out.halves = 0;
+    const vm_status status = gather(g, &in);
+    return status ? status : scatter(g, &out);
+}
+
+static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, const shape *s,
+                          size_t row, size_t rows) {
+    const vm_conv_key key = key_of(g, limits, at->manner, s);
+    const void *filters = s->turns ? (char *)at->prepared + s->filters : at->weight;
+    void *in = scratch_at(at, s->in), *raw = scratch_at(at, s->raw);
+    vm_status status = VM_OK;
+    if (g->autotune && !g->outside)
+        status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, filters, raw, at->workspace, vm_gpu_time, g);
+    g->launches++;
+    if (!status) status = vm_cudnn_convs_run(g->convs, &key, g->stream, in, filters, raw, at->workspace);
+    const vm_scatter_args out = scatter_args(g, p, at, s, row, rows);
+    return status ? status : scatter(g, &out);
+}
+
+static vm_status stripe(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, const shape *s,
+                        size_t row, size_t rows) {
+    const ptrdiff_t top = top_of(p, row);
+    const size_t first = (size_t)VM_MAX(top, 0), end = VM_MIN((size_t)(top + (ptrdiff_t)rows_in(p, rows)), p->x.h);
+    vm_status status = VM_OK;
+    if (vm_norm_by_pixel(p->norm))
+        status = vm_gpu_pixel_norm(g, p, at, scratch_at(at, s->factor), at->prepared, first, end);
+    if (!status && p->time != VM_TIME_SAME && !is_move(p)) status = copy_frame(g, p, at, s, row, rows);
+    if (status || !convolves(s)) return status;
+    const vm_gather_args in = gather_args(p, at, s, row);
+    if ((status = gather(g, &in))) return status;
+    if (!is_move(p)) return convolve(g, p, at, limits, s, row, rows);
+    const vm_scatter_args out = scatter_args(g, p, at, s, row, rows);
+    status = moved(g, p, at, s, rows);
+    return status ? status : scatter(g, &out);
+}
+
+vm_status vm_frames_rows(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, size_t row,
+                         size_t end) {
+    const shape s = shape_of(g, p, limits, at->manner);
+    vm_status status = VM_OK;
+    for (size_t rows; row < end && !status; row += rows) {
+        rows = VM_MIN(s.rows, end - row);
+        status = stripe(g, p, at, limits, &s, row, rows);
+    }
+    return status;
+}
+
+vm_status vm_frames_begin(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
+    const shape s = shape_of_pass(g, p);
+    if (p->kind != VM_PASS_CONV || !s.turns) return VM_OK;
+    vm_turn_args a = {.from = at->weight,
+                      .to = (char *)at->prepared + s.filters,
+                      .phases = p->up ? 4 : 1,
+                      .filters = (uint32_t)(s.each * p->slices),
+                      .taps = p->up ? 2 : 3,
+                      .channels = (uint32_t)s.channels};
+    const size_t numbers = VM_PRODUCT(a.phases, a.filters, a.taps, a.taps, a.channels);
+    return vm_gpu_launch(g, g->turn, blocks_of(g, numbers), 1, VM_CUDA_THREADS, 0, &a);
+}
+
+vm_status vm_frames_attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
+    const size_t c = p->x.c / 3;
+    vm_pass own = *p; /* of a frame, in scratch */
+    own.x.f = own.y.f = 1;
+    vm_operands there = *at;
+    there.x = there.y = (vm_view){at->scratch, g->backend.dtype, VM_BLOCK, p->x.w * p->x.c, SIZE_MAX};
+    shape s = {.channels = p->x.c, .groups = 3, .each = c, .lines = 1, .width = p->x.w};
+    s.to = (vm_planes){.planes = (uint32_t)p->x.h, .lines = 1, .width = (uint32_t)p->x.w, .slices = 1, .row_plane = 1};
+    vm_status status = VM_OK;
+    for (size_t frame = 0; frame < p->x.f && !status; frame++) {
+        vm_gather_args in = gather_args(p, at, &s, 0);
+        in.to.frame0 = (int32_t)frame;
+        in.to.row0 = 0;
+        in.multiply = 1;
+        status = gather(g, &in);
+        if (!status) status = vm_gpu_attention(g, &own, &there);
+        vm_scatter_args out = scatter_args(g, p, at, &s, 0, p->y.h);
+        out.frame_first = (uint32_t)frame, out.frame_end = (uint32_t)frame + 1;
+        if (!status) status = scatter(g, &out);
+    }
+    return status;
+}
