@@ -31,7 +31,7 @@ vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *ba
     m->parts = parts;
     for (vm_op op = 0; op < VM_OPS && !s; op++)
         if (parts & 1u << op) {
-            if (!vm_model_is_of_videos(m)) s = vm_passes_build(m, op, false);
+            if (!vm_passes_are_of_videos(m)) s = vm_passes_build(m, op, false);
             if (!s && arch->videos) s = vm_passes_build(m, op, true);
         }
     if (!s) s = add_statistics(m);
@@ -41,14 +41,6 @@ vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *ba
     else
         *out = m;
     return s;
-}
-
-bool vm_model_is_of_videos(const vm_model *m) {
-    return m->arch.family == VM_LTX || (m->arch.videos && !m->backend->device->addressable);
-}
-
-const vm_graph *vm_model_graph(const vm_model *m, vm_op op, size_t frames) {
-    return frames > 1 || vm_model_is_of_videos(m) ? &m->video[op] : &m->graph[op];
 }
 
 void vm_model_free(vm_model *m) {

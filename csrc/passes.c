@@ -486,6 +486,14 @@ vm_status vm_passes_build(vm_model *model, vm_op op, bool video) {
     return b.status;
 }
 
+bool vm_passes_are_of_videos(const vm_model *m) {
+    return m->arch.family == VM_LTX || (m->arch.videos && !m->backend->device->addressable);
+}
+
+const vm_graph *vm_passes_of(const vm_model *m, vm_op op, size_t frames) {
+    return frames > 1 || vm_passes_are_of_videos(m) ? &m->video[op] : &m->graph[op];
+}
+
 double vm_pass_flops(const vm_pass *p) {
     const double x = (double)p->x.h * (double)p->x.w, y = (double)p->y.h * (double)p->y.w, frames = (double)p->y.f;
     if (p->kind == VM_PASS_ATTENTION) return 4 * x * x * (double)p->scale_channels * frames;

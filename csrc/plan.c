@@ -113,7 +113,7 @@ vm_status vm_plan_new(const vm_model *m, const vm_request *request, vm_plan **ou
     *out = NULL;
     vm_status s = check_request(m, request);
     if (s) return s;
-    const vm_graph *g = vm_model_graph(m, request->op, request->frames);
+    const vm_graph *g = vm_passes_of(m, request->op, request->frames);
     size_t bytes = 0;
     vm_put_bytes(&bytes, sizeof(vm_plan), VM_ALIGN);
     const size_t step = vm_put_bytes(&bytes, g->nodes * sizeof(vm_step), VM_ALIGN);

@@ -167,6 +167,10 @@ typedef struct vm_graph {
 struct vm_model;
 /* Appends to model->graph[op], or to model->video[op], and registers the tensors that its passes need. */
 vm_status vm_passes_build(struct vm_model *model, vm_op op, bool video);
+/* Returns: whether images are videos of a frame: LTX's, and on a GPU, where filters are stored for one of the two. */
+bool vm_passes_are_of_videos(const struct vm_model *model);
+/* Returns: the passes of an operation on so many frames. */
+const vm_graph *vm_passes_of(const struct vm_model *model, vm_op op, size_t frames);
 /* Returns: FLOPs; a multiply-add counts as two. A 3x3 counts as a direct sum, though Winograd's way needs fewer; after
  * nearest 2x it counts as its four 2x2 filters. A move counts one per number of the larger tensor. */
 double vm_pass_flops(const vm_pass *pass);
@@ -195,10 +199,6 @@ typedef struct vm_model {
  * vm_backend_at(dtype, precision, i) stands for all. */
 vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *backend, vm_model **out);
 void vm_model_free(vm_model *model);
-/* Returns: whether images are videos of a frame: LTX's, and on a GPU, where filters are stored for one of the two. */
-bool vm_model_is_of_videos(const vm_model *model);
-/* Returns: the passes of an operation on so many frames. */
-const vm_graph *vm_model_graph(const vm_model *model, vm_op op, size_t frames);
 /* Frees the arena and the last run's plan. */
 void vm_model_trim(vm_model *model);
 void vm_model_trim_arena(vm_model *model);

@@ -339,7 +339,7 @@ PyObject *vm_py_blend(Model *self, PyObject *args, PyObject *kwargs) {
     a.right = (float *)(uintptr_t)right;
     a.y = (void *)(uintptr_t)y;
     a.format = y_format;
-    const vm_graph *graph = vm_model_graph(self->model, strcmp(op, "encode") ? VM_DECODE : VM_ENCODE, 1);
+    const vm_graph *graph = vm_passes_of(self->model, strcmp(op, "encode") ? VM_DECODE : VM_ENCODE, 1);
     a.clamp = graph->node[graph->nodes - 1].pass.clamp;
     a.patch = strcmp(op, "encode") && self->model->arch.image_patch ? 2 : 1;
     Py_BEGIN_ALLOW_THREADS

@@ -90,9 +90,9 @@ typedef struct vm_merge_args {
     float eps;
 } vm_merge_args;
 
-/* vm_pixel_norm_<dtype>: factor[i] = 1 / max(sqrt(|x[i]|^2 + under), least); |x[i]| is the length of a pixel's c channels,
- * with squares summed in float; NaN stays. Pixels from ring_pixels on wrap around to 0. scale[j] = sqrt(c) * gamma[j], and 0 from c
- * up to its padding; shift[j] = 0. Any one-dimensional grid of VM_CUDA_THREADS threads. */
+/* vm_pixel_norm_<dtype>: factor[i] = 1 / max(sqrt(|x[i]|^2 + under), least); |x[i]| is the length of a pixel's c
+ * channels, with squares summed in float; NaN stays. Pixels from ring_pixels on wrap around to 0. scale[j] = sqrt(c) *
+ * gamma[j], and 0 from c up to its padding; shift[j] = 0. Any one-dimensional grid of VM_CUDA_THREADS threads. */
 typedef struct vm_pixel_norm_args {
     const void *x;                                   /* [pixels][x_pitch] */
     const float *gamma;                              /* NULL: ones */
@@ -126,9 +126,10 @@ typedef struct vm_planes {
     int32_t row0, row_plane, row_line, row_slice, frame0, frame_plane, frame_line, frame_slice, left;
 } vm_planes;
 
-/* vm_gather_<dtype>: out[plane][line][column][slice][c] = f(x[..][c]) * multiply, with f as in vm_load; zero outside x, in
- * frames before frame_least, and for c >= x_c. held, mirrored: as in vm_pass. The user's video: pixel (row, frame,
- * column) is the steps' sum of products. Any one-dimensional grid of VM_CUDA_THREADS threads, like the others here. */
+/* vm_gather_<dtype>: out[plane][line][column][slice][c] = f(x[..][c]) * multiply, with f as in vm_load; zero outside x,
+ * in frames before frame_least, and for c >= x_c. held, mirrored: as in vm_pass. The user's video: pixel (row, frame,
+ * column) is the sum of each times its step. Any one-dimensional grid of VM_CUDA_THREADS threads, like the others here.
+ */
 typedef struct vm_gather_args {
     const void *x; /* [x_h][x_f][x_w][x_pitch], or the user's video by format */
     void *out;
@@ -143,10 +144,10 @@ typedef struct vm_gather_args {
     float in_scale, in_shift, multiply;
 } vm_gather_args;
 
-/* vm_scatter_<dtype>: y[row0 + r][frame][q][c] = raw + bias[c] * bias_scale + add, at least 0 with relu, for r < rows and
- * frames [frame_first, frame_end). raw is [plane][lines][width][groups][channels]; the plane is r and the line counts
- * the frames, or by_frame the other way. halves: of two frames each is a group of one line, with its own bias. up: as in
- * vm_store. *flags |= 1 if a stored value is not finite. */
+/* vm_scatter_<dtype>: y[row0 + r][frame][q][c] = raw + bias[c] * bias_scale + add, at least 0 with relu, for r < rows
+ * and frames [frame_first, frame_end). raw is [plane][lines][width][groups][channels]; the plane is r and the line
+ * counts the frames, or by_frame the other way. halves: of two frames each is a group of one line, with its own bias.
+ * up: as in vm_store. *flags |= 1 if a stored value is not finite. */
 typedef struct vm_scatter_args {
     const void *raw;
     const float *bias; /* or NULL */
@@ -173,7 +174,8 @@ typedef struct vm_frames_move_args {
     vm_move move;
 } vm_frames_move_args;
 
-/* vm_turn_<dtype>: to[phase][filter][a][b][c] = from[phase'][filter][b][a][c]; of four phases, (a, b) becomes (b, a). */
+/* vm_turn_<dtype>: to[phase][filter][a][b][c] = from[phase'][filter][b][a][c]; of four phases, (a, b) becomes (b, a).
+ */
 typedef struct vm_turn_args {
     const void *from;
     void *to;

@@ -1,4 +1,4 @@
-/* One GPU that computes in one number type. Shared by gpu.c, gpu_kernels.c, gpu_device.c and backend.c. */
+/* One GPU that computes in one number type. Shared by the files of this folder. */
 #ifndef VM_GPU_H
 #define VM_GPU_H
 
@@ -144,7 +144,7 @@ double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job);
         if (try_) return try_;                                         \
     } while (0)
 
-/* backend.c, for frames.c. */
+/* launch.c, for backend.c and frames.c. */
 vm_status vm_gpu_launch(vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t threads, size_t shared, void *args);
 /* Returns: where the rows of a view lie; the first that is needed is `first`. */
 vm_ring_rows vm_gpu_ring(const vm_view *view, size_t first);

@@ -188,9 +188,10 @@ class Model:
             on GPUs of compute capability 9.0 (H100, H200), because it measured faster there. It means cuDNN on others,
             in float32 and with autotune.
         videos : bool, optional
-            Run videos too, on a CPU: keep the filters of all frames (three times the weights of images alone), for the
-            VAEs of Wan. None: for a config of the class AutoencoderKLWan. Tensors alone do not tell Wan 2.1's from
-            Qwen-Image's: pass True. LTX-2's VAEs always run videos.
+            Run videos too: keep the filters of all frames (three times the weights of images alone), for the VAEs of
+            Wan. None: for a config of the class AutoencoderKLWan. Tensors alone do not tell Wan 2.1's from
+            Qwen-Image's: pass True. LTX-2's VAEs always run videos. On a GPU cuDNN computes them, and an image is then
+            a video of one frame.
 
         Raises
         ------

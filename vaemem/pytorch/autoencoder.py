@@ -442,7 +442,7 @@ class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
 
 
 class _Frames(_DropIn):
-    """Base of the drop-ins for VAEs of videos: (N, C, F, h, w). On a GPU, and for Qwen-Image's classes, F is 1."""
+    """Base of the drop-ins for VAEs of videos: (N, C, F, h, w). For Qwen-Image's classes F is 1."""
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
         frames, one = self._frames("x", x)
@@ -488,10 +488,10 @@ class _Frames(_DropIn):
 class AutoencoderKLWan(_Frames, diffusers.AutoencoderKLWan):  # type: ignore[misc]
     """Drop-in for diffusers' AutoencoderKLWan (Wan 2.1 and 2.2): ``pipe.vae = AutoencoderKLWan.from_module(pipe.vae)``.
 
-    On the CPU it decodes and encodes videos (N, C, F, h, w), within a `memory_limit` too. On a GPU, and with a config
-    whose ``temperal_downsample`` is not Wan's, it runs images, F = 1; more frames are a ValueError then. Tiles are for
+    It decodes and encodes videos (N, C, F, h, w), within a `memory_limit` too. With a config whose
+    ``temperal_downsample`` is not Wan's, it runs images, F = 1; more frames are a ValueError then. Tiles are for
     images. The rest is as in `AutoencoderKL`. `AutoencoderKLLTX2Video` is a drop-in for the VAEs of LTX-2 and LTX-2.3,
-    on the CPU, if diffusers has it. `AutoencoderKLQwenImage` and `AutoencoderKLQwenImage21` are drop-ins for
+    if diffusers has it. `AutoencoderKLQwenImage` and `AutoencoderKLQwenImage21` are drop-ins for
     diffusers' classes of these names, if diffusers has them: for images, without a `state_dict`.
 
     Examples

@@ -106,12 +106,8 @@ def _name_type(dtype: Any) -> Any:
     return str(dtype).removeprefix("torch.")
 
 
-def choose_device(vae: Any, place: Place = ANYWHERE, is_video: bool = False) -> str:
-    """Return where vaemem runs this VAE: "cpu", or a card such as "cuda:0". Videos run on the CPU."""
-    if is_video:
-        if place.device == "gpu":
-            raise ArgumentError("device", "'cpu' or 'auto' for videos", "'gpu'")
-        return "cpu"
+def choose_device(vae: Any, place: Place = ANYWHERE) -> str:
+    """Return where vaemem runs this VAE: "cpu", or a card such as "cuda:0"."""
     return place.device_for(vae.device, _name_type(vae.vae_dtype))
 
 
@@ -150,7 +146,7 @@ def decode_whole(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll, plac
     The frames of videos are pictures, one video after the other."""
     arch = recognise(vae)
     is_video = _frames_of(latents, arch) > 1 or _is_ltx(arch)
-    device, (scale, shift) = choose_device(vae, place, is_video), _scaling(vae)
+    device, (scale, shift) = choose_device(vae, place), _scaling(vae)
     z = (latents if is_video or latents.ndim == 4 else latents[:, :, 0]).detach().to("cpu", torch.float32).contiguous()
     z = z if (scale, shift) == (1, 0) else (z - shift) * scale
     if device != "cpu":
@@ -178,7 +174,7 @@ def encode_whole(vae: Any, pixels: torch.Tensor, manager: Any, poll: Poll, place
     cropped = vae.vae_encode_crop_pixels(pixels[..., :3]).movedim(-1, 1)
     x = vae.process_input(cropped.to("cpu", torch.float32))
     x = (x.movedim(0, 1).unsqueeze(0) if is_video else x).contiguous()
-    device = choose_device(vae, place, is_video or _is_ltx(arch))
+    device = choose_device(vae, place)
     if device != "cpu":
         shape = (1, x.shape[1], 1, *x.shape[2:]) if has_frames else x.shape
         _make_room(vae, "encode", shape, place.limit, manager)
@@ -277,7 +273,7 @@ def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> 
     vaemem decodes on the card within the free memory, or otherwise on the CPU.
     """
     arch = recognise(vae)
-    is_video = _frames_of(latents, arch) > 1 or _is_ltx(arch)
+    _frames_of(latents, arch)
     whole, notes = _whole(vae), list[str]()
 
     def run() -> tuple[Any, str]:
@@ -288,7 +284,7 @@ def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> 
     pixels, why = attempt(run)
     if not why:
         return Safe(pixels.flatten(0, 1) if pixels.ndim == 5 else pixels, ())
-    if (device := choose_device(vae, is_video=is_video)) != "cpu":
+    if (device := choose_device(vae)) != "cpu":
         notes.append(f"{why}. vaemem decodes on {device} in the free memory")
         try:
             return Safe(decode_whole(vae, latents, manager, poll, Place("gpu")), tuple(notes))

@@ -98,7 +98,7 @@ class SafeDecode:
         if not why:
             return result
         ours = _copy(vae, self._drop_in)
-        if describe_card(z.device) and not is_video:  # vaemem runs videos on the CPU
+        if describe_card(z.device):
             self._warn(f"{why}. vaemem decodes on {z.device} in the free memory")
             try:
                 return decode(ours.to(z.device).decode, z.detach())
@@ -239,7 +239,7 @@ def safe_decode(pipe: Any) -> SafeDecode:
 
     Notes
     -----
-    vaemem decodes whole images, and on the CPU Wan's videos. Its float32 numbers differ from PyTorch's by at most 1e-4,
+    vaemem decodes whole images, and videos of Wan and LTX-2. Its float32 numbers differ from PyTorch's by at most 1e-4,
     and other dtypes by their own rounding. If tiling is on, PyTorch's tiles would change the picture; vaemem's
     picture is then the one without tiles. Other videos are left to PyTorch. No GPU has run this: tests fake the card.
 

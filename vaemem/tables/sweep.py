@@ -122,7 +122,7 @@ def estimate_sweep(
     ----------
     models, ops, sizes, dtypes, device, batch, memory_limit, precision of a sweep : shared
     frames : int
-        Of each video, 1 more than a multiple of 4, for the VAEs of Wan 2.1 and 2.2 on the CPU. 1: images.
+        Of each video, 1 more than a multiple of 4 for Wan's VAEs, of 8 for LTX-2's. 1: images.
 
     Returns
     -------
