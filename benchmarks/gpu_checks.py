@@ -4,6 +4,7 @@
     python benchmarks/gpu_checks.py dlpack                        arrays of PyTorch on the GPU, without a copy
     python benchmarks/gpu_checks.py repeats [--times 20]          the same bits from every repeat
     python benchmarks/gpu_checks.py limits [--size 1024]          what each memory limit costs
+    python benchmarks/gpu_checks.py videos [--with-torch]         the same of videos, and what diffusers takes
 
 `one` and `limits` run without PyTorch, `--with-torch` imports it first: cuDNN may choose other engines where NVRTC is
 loaded, so `one cudnn` prints its plans in both kinds of process. A check that fails exits with 1. Each result is a line
@@ -121,7 +122,71 @@ def limits(args: argparse.Namespace) -> bool:
     return True
 
 
-CHECKS = {"one": one, "dlpack": dlpack, "repeats": repeats, "limits": limits}
+# (model, height, width, frames); the first of each model is small, and compared with the CPU.
+VIDEOS = [("wan2.1", 64, 96, 9), ("ltx2.3", 64, 96, 9), ("wan2.1", 480, 832, 81), ("wan2.1", 704, 1280, 61)]
+VIDEOS += [("ltx2.3", 704, 1280, 121)]
+
+
+def videos(args: argparse.Namespace) -> bool:
+    """Decodes videos: the error of small ones, then times and memory, without a limit and in the smallest plan."""
+    from videos import MODELS, latents_of, make
+
+    right = True
+    for model, height, width, frames in VIDEOS:
+        is_small = frames < 10
+        if args.size <= 64 and not is_small:  # a rehearsal
+            continue
+        vae = vaemem.VAE.random(MODELS[model], parts="decoder", device="cuda", dtype=args.dtype, videos=True)
+        shape = latents_of(vae.arch, f"{height}x{width}", frames)
+        z = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+        row = {"model": model, "height": height, "width": width, "frames": frames, "dtype": args.dtype}
+        if is_small:
+            want = make(model, "float32").decode(z).astype(np.float64)
+            error = float(np.linalg.norm(vae.decode(z) - want) / np.linalg.norm(want))
+            right = right and error < 2 * TOLERANCE[args.dtype]  # False for NaN
+            report("video_error", **row, error=f"{error:.3e}")
+            continue
+        for limit in (None, vae.smallest("decode", height, width, frames=frames, output_type="uint8")):
+            taken = []
+            for _ in range(max(args.times // 2, 1)):
+                vae.decode(z, memory_limit=limit, output_type="uint8")
+                taken.append(sum(vae.last_run.pass_seconds))
+            run = vae.last_run
+            report(
+                "video", **row, limit=limit or 0, first_s=round(taken[0], 3), median_s=round(median(taken), 3),
+                peak_bytes=run.peak_bytes, reserved_bytes=run.reserved_bytes, unaccounted_bytes=vae.unaccounted_bytes,
+            )  # fmt: skip
+        vae.close()
+        if args.with_torch:
+            their_video(row, shape)
+    return right
+
+
+def their_video(row: dict[str, object], shape: tuple[int, ...]) -> None:
+    """Times diffusers' decode of the same video, and reports what PyTorch's counters say."""
+    import torch
+    from videos import MODELS, module_of
+
+    from vaemem.engine.configs import known_arch
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    module = module_of(known_arch(MODELS[str(row["model"])]), str(row["dtype"])).cuda()
+    z = torch.randn(shape, device="cuda", dtype=module.dtype)
+    try:
+        with torch.no_grad():
+            for _ in range(2):
+                start = time.perf_counter()
+                module.decode(z)
+                torch.cuda.synchronize()
+                seconds = time.perf_counter() - start
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        report("video_diffusers", **row, seconds=round(seconds, 3), allocated=allocated, reserved=reserved)
+    except torch.OutOfMemoryError as refused:
+        report("video_diffusers", **row, refused=str(refused).splitlines()[0])
+
+
+CHECKS = {"one": one, "dlpack": dlpack, "repeats": repeats, "limits": limits, "videos": videos}
 
 
 def main(argv: list[str] | None = None) -> int:

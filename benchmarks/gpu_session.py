@@ -138,10 +138,11 @@ STEPS = {
     "tiles": Step(30, lambda s: [tiles(s)]),
     "limits": Step(60, lambda s: [s.check("limits")]),
     "scaling": Step(40, lambda s: [scaling(s)]),
+    "videos": Step(90, lambda s: [s.check("videos", *([] if s.small else ["--with-torch"]))]),
     # ---- only by name ----
     "parts": Step(40, lambda s: [s.decode(0, "--parts", "--rounds", "5", "--label", "parts")]),
     "repeats": Step(25, lambda s: [s.check("repeats")]),
-    "vae": Step(90, lambda s: [s.tests("tests/test_cuda_vae.py")], ON_GPU),
+    "vae": Step(90, lambda s: [s.tests("tests/test_cuda_vae.py", "tests/test_cuda_videos.py")], ON_GPU),
     "autotune": Step(60, lambda s: [s.decode(0, "--peers", "compile-autotune", "--label", "autotune")]),
     "ablation": Step(60, lambda s: [s.decode(0, "--ablation")]),
     "encode": Step(40, lambda s: [encode(s)]),
@@ -155,9 +156,9 @@ STEPS = {
 }
 CALLS = {
     "first": "build versions one dlpack headline large predict compile kernels passes".split(),
-    "second": "compile_large tiles limits scaling".split(),
+    "second": "compile_large tiles limits scaling videos".split(),
 }
-LIMITS = {"first": 480, "second": 210}
+LIMITS = {"first": 480, "second": 300}
 
 
 def predict(scale: Scale) -> Command:
