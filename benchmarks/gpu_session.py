@@ -7,7 +7,7 @@
     python benchmarks/gpu_session.py --rehearse ...    without a GPU: tiny sizes, our kernels on the tests' emulator
 
 `first` answers the main questions in at most 480 s: does it run, is it right, how fast is it compared with PyTorch, is
-PyTorch's memory as predicted? `second` follows at once with at most 210 s. Each step has its own limit. A step that
+PyTorch's memory as predicted? `second` follows at once with at most 300 s. Each step has its own limit. A step that
 fails or takes too long is stopped with SIGINT, so that Python says where it was, and the others have their turns. Steps
 that ended well are listed in build/gpu_session/done and skipped in the next call; `--again` runs them all the same.
 
@@ -424,7 +424,7 @@ def tables(path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="first, second, steps, or: pack, tables ROWS, list")
-    parser.add_argument("--limit", type=float, help="seconds for the whole call; 480 for first, 210 for second")
+    parser.add_argument("--limit", type=float, help="seconds for the whole call; 480 for first, 300 for second")
     parser.add_argument("--again", action="store_true", help="also run steps that have ended well before")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, at tiny sizes")
     parser.add_argument("--python", default="python3.12", help="for pack: an interpreter of the machine's version")

@@ -96,7 +96,7 @@ def test_steps_run_in_order_and_those_that_ended_well_are_skipped_the_next_time(
         ["clocks.csv", "rows.jsonl", "session.log"],
     )
     again = Session(tmp_path, "second")  # first's are done
-    assert again.wait() == 1 and "-- session: fails, 210 s" in again.printed
+    assert again.wait() == 1 and "-- session: fails, 300 s" in again.printed
     again = Session(tmp_path, "--again")
     assert again.wait() == 0 and "-- session: first_step last_step" in again.printed
 
