@@ -187,6 +187,8 @@ def test_the_largest_that_fit():
         vae.largest_frames("decode", 64, 96, 1000)
     with refused("frames", names=["loaded for images"]):
         video_vae(videos=False).largest_frames("decode", 64, 96, limit)
+    with refused("frames", names=["a VAE of images"]):
+        vaemem.estimate_sweep("sdxl", "decode", [256], frames=5)
 
 
 def test_memory_grows_with_one_side_and_the_frames_alone():
@@ -594,3 +596,17 @@ def test_safe_decode_of_a_video(name):
     with pytest.warns(RuntimeWarning, match="decodes on the CPU"):
         got = theirs.decode(z).sample
     assert error(got.numpy(), want.double().numpy()) <= LIMIT and len(safe.notes) == 1
+
+
+def test_pytorchs_decode_of_a_video_is_predicted(monkeypatch):
+    """Before the decode: 81 frames at 480x832 in float32 do not fit 12 GB, and 9 frames do."""
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    from vaemem.pytorch import decoding
+
+    card = dict(gpu="RTX 3060", memory=12 << 30, free=11 << 30, torch_version="2.6.0", cudnn_version="9.1.0")
+    monkeypatch.setattr(decoding, "describe_card", lambda device: dict(card))
+    with torch.device("meta"):
+        vae = diffusers.AutoencoderKLWan()
+        whole, short = (torch.empty(1, 16, frames, 60, 104) for frames in (21, 3))
+    assert "does not fit" in decoding.explain_misfit(vae, whole) and decoding.explain_misfit(vae, short) == ""

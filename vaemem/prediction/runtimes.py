@@ -13,7 +13,7 @@ from vaemem import _core
 from vaemem._common import ELEMENT_BYTES
 from vaemem._errors import ArgumentError
 from vaemem._types import Program
-from vaemem.engine.configs import config_of, named_model, read_config
+from vaemem.engine.configs import config_of, is_of_videos, named_model, read_config
 from vaemem.engine.names import find_called
 from vaemem.prediction.recordings import find_component, is_recorded_component
 
@@ -130,7 +130,7 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         return configured_architecture(data["vaes"][role])
     is_path = isinstance(model, str) and model not in known and os.path.exists(model)
     if is_path or isinstance(model, Mapping | os.PathLike):
-        return _traced(read_config(model))
+        return _of_videos(_traced(read_config(model)), is_of_videos(model))
     return dict(_named_architecture(model))
 
 

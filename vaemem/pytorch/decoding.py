@@ -176,7 +176,7 @@ def explain_misfit(vae: Any, z: torch.Tensor) -> str:
     The prediction leaves out what Windows keeps of a card: the driver does not count it as free.
     """
     card = describe_card(z.device)
-    if card is None or (z.ndim == 5 and z.shape[2] > 1):  # not predicted here for videos
+    if card is None:
         return ""
     config = _config(vae, type(vae))
     tiled = getattr(vae, "use_tiling", False)
@@ -184,11 +184,12 @@ def explain_misfit(vae: Any, z: torch.Tensor) -> str:
     used = max(card["memory"] - card.pop("free") - context_of(card["gpu"], card["memory"]) - held, 0)
     try:
         arch = read_config(config)
-        factor = latent_factor(arch)
+        factor, later = latent_factor(arch), z.shape[2] - 1 if z.ndim == 5 else 0
         answer = predict(
             config, "decode_tiled" if tiled else "decode", z.shape[-2] * factor, z.shape[-1] * factor,
             vae.dtype, len(z), slicing=getattr(vae, "use_slicing", False), used=used,
-            tile=vae.tile_sample_min_size if tiled else None, protocol="cold", **card,
+            tile=vae.tile_sample_min_size if tiled else None, protocol="cold",
+            frames=later * frames_factor(arch) + 1, **card,
         )  # fmt: skip
     except (AttributeError, ValueError):  # an unknown card, version or model: PyTorch tries
         return ""

@@ -15,12 +15,24 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._arguments import shared
-from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, chosen, listed, meant, spread, whole
+from vaemem._common import (
+    DTYPES,
+    OPS,
+    TILED_OPS,
+    __version__,
+    choose,
+    chosen,
+    frames_factor,
+    listed,
+    meant,
+    spread,
+    whole,
+)
 from vaemem._errors import ArgumentError
 from vaemem._types import Dtype, Op, Precision, TiledOp
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.arrays import ends_of
-from vaemem.engine.configs import named_model
+from vaemem.engine.configs import known_arch, named_model
 from vaemem.engine.limits import Limit
 from vaemem.engine.records import Run
 from vaemem.engine.vae import VAE
@@ -451,6 +463,8 @@ def _models(models: Any, dtypes: str | Sequence[str]) -> list[tuple[str | VAE, s
 
 def _vae(model: str | VAE, device: str, dtype: Any, precision: Any, of_videos: bool = False) -> VAE:
     if isinstance(model, str):
+        if of_videos and frames_factor(known_arch(model)) == 1:
+            raise ArgumentError("frames", f"1 for {model}, a VAE of images", "more")
         return VAE.random(model, device=device, dtype=dtype, precision=precision, videos=of_videos or None)
     if precision not in ("highest", model.precision):
         raise ArgumentError("precision", f"{model.precision}, as the VAE on {model.device} computes", repr(precision))
