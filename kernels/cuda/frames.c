@@ -12,7 +12,10 @@
 
 #include "gpu.h"
 
-enum { TILE = 128 * 128 /* assumed numbers of y that cuDNN computes per block */ };
+enum {
+    TILE = 128 * 128, /* assumed numbers of y that cuDNN computes per block */
+    WAVES = 2         /* waves of concurrent tiles in a step, so that few blocks wait for its last ones; not measured */
+};
 
 /* How a pass is cut; sizes in elements. */
 typedef struct shape {
@@ -112,7 +115,8 @@ static shape shape_of_pass(const vm_gpu *g, const vm_pass *p) {
 static size_t rows_of_step(const vm_gpu *g, const vm_pass *p, bool tight, double *cost) {
     const size_t unit = unit_of(p), units = (p->y.h + unit - 1) / unit;
     const size_t tiles = VM_MAX(unit * p->y.f * p->y.w * vm_padded(p->y.c) / TILE, 1);
-    const size_t enough = VM_MIN(((size_t)g->multiprocessors + tiles - 1) / tiles, units), some = tight ? 1 : enough;
+    const size_t wave = WAVES * (size_t)g->multiprocessors;
+    const size_t enough = VM_MIN((wave + tiles - 1) / tiles, units), some = tight ? 1 : enough;
     *cost = (double)enough / (double)some;
     return VM_MIN(some * unit, p->y.h);
 }
