@@ -440,7 +440,7 @@ static void ltx_encode(builder *b) {
     int x = add_move(b, "patches", VM_NONE, VM_NONE, a->in_channels, a->in_channels * 16, 2, patches);
     x = add_conv(b, &(conv){"conv_in.conv", x, VM_NONE, a->in_channels * 16, c, 3});
     for (size_t i = 0; i < levels; c = width[i++]) {
-        char block[32];
+        char block[48];
         snprintf(block, sizeof block, "encoder.down_blocks.%zu", i);
         x = ltx_block(b, block, x, half->layers[i], c);
         if (half->resamplers[i]) x = ltx_resampler(b, block, x, half->resamplers[i], c, width[i], true);
@@ -464,7 +464,7 @@ static void ltx_decode(builder *b) {
     x = ltx_block(b, "decoder.mid_block", x, half->layers[levels], c);
     for (size_t i = 0; i < levels; i++) {
         const size_t at = levels - 1 - i, next = width[at] / half->factor[at];
-        char block[32];
+        char block[48];
         snprintf(block, sizeof block, "decoder.up_blocks.%zu", i);
         if (half->resamplers[i]) x = ltx_resampler(b, block, x, half->resamplers[i], c, next, half->added[at]);
         x = ltx_block(b, block, x, half->layers[at], next);
