@@ -291,7 +291,8 @@ static vm_status check_half(const vm_arch *a, vm_op op) {
 }
 
 static vm_status check_ltx(const vm_arch *a) {
-    vm_status s = check_half(a, VM_ENCODE);
+    vm_status s = in_range("block_out_channels", a->block_out_channels[a->levels - 1], 1, 65536);
+    if (!s) s = check_half(a, VM_ENCODE);
     if (!s) s = check_half(a, VM_DECODE);
     for (unsigned what = VM_SPACE; what <= VM_TIME && !s; what++)
         if (resamplers(a, VM_ENCODE, what) != resamplers(a, VM_DECODE, what))

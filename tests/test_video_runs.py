@@ -610,3 +610,46 @@ def test_pytorchs_decode_of_a_video_is_predicted(monkeypatch):
         vae = diffusers.AutoencoderKLWan()
         whole, short = (torch.empty(1, 16, frames, 60, 104) for frames in (21, 3))
     assert "does not fit" in decoding.explain_misfit(vae, whole) and decoding.explain_misfit(vae, short) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"block_out_channels": (0,)}, ["block_out_channels"]),
+        ({"block_out_channels": (16, 32, 64, 0)}, ["block_out_channels"]),
+        ({"block_out_channels": (16, 32, 65, 64)}, ["a width that its resampler makes"]),
+        ({"decoder_block_out_channels": (20, 40, 41, 80)}, ["decoder_block_out_channels"]),
+        ({"decoder_block_out_channels": ()}, ["decoder_block_out_channels"]),
+        ({"upsample_factor": (2, 2, 0, 2)}, ["upsample_factor"]),
+        ({"upsample_type": ("spatial",) * 4}, ["upsample_type"]),
+        ({"upsample_type": ("sideways",) * 4}, ["upsample_type"]),
+        ({"downsample_type": "spatial"}, ["downsample_type"]),
+        ({"encoder_layers_per_block": (1, 2, 1, 1)}, ["encoder_layers_per_block"]),
+        ({"decoder_layers_per_block": (1, 1, 99, 1, 1)}, ["decoder_layers_per_block"]),
+        ({"videos": False}, ["videos"]),
+        ({"family": "lxt"}, ["kl, wan, hunyuan_image, tiny or ltx"]),
+    ],
+    ids=str,
+)
+def test_architectures_of_ltx_that_cannot_be(change, names):
+    arch = dict(video_vae("ltx2.3").arch) | change
+    with refused(None, names=names):
+        _core.Model(arch, "decoder")
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"timestep_conditioning": True}, "timestep_conditioning"),
+        ({"decoder_inject_noise": [True] * 5}, "decoder_inject_noise"),
+        ({"decoder_spatial_padding_mode": "replicate"}, "decoder_spatial_padding_mode"),
+        ({"upsample_factor": [2, 2, 2]}, "upsample_factor"),
+        ({"spatial_compression_ratio": 8}, "spatial_compression_ratio"),
+        ({"down_block_types": ["Other"] * 4}, "down_block_types"),
+        ({"downsample_type": [1, 2, 3, 4]}, "downsample_type[0]"),
+    ],
+    ids=str,
+)
+def test_configs_of_ltx_refused_by_key(change, key):
+    with refused("config", place=key):
+        VAE.random(config=CONFIGS["ltx2.3"] | change)
