@@ -88,10 +88,11 @@ static bool always(void) { return true; }
  * channels. They round the numbers, so they take this way only where a decode or encode with random weights stays more
  * exact than PyTorch's. Split numbers never do (docs/SPEED.md). */
 static bool by_winograd(const vm_cpu *cpu, const vm_pass *p) {
-    enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
+    /* pixels: with fewer, transforming the weights costs more than it saves; over time it saves more (docs/SPEED.md) */
+    const size_t worth = p->slices > 1 ? 512 : 1024;
     if (p->ksize != 3 || p->x_format != VM_ROWS || !vm_transforms_of(cpu, p)) return false;
     if (cpu->pairs && (cpu->pairs > 1 || p->x.c % (2 * VM_BLOCK))) return false;
-    return p->up || (p->x.c >= VM_BLOCK && p->y.f * p->y.h * p->y.w >= WORTH);
+    return p->up || (p->x.c >= VM_BLOCK && p->y.f * p->y.h * p->y.w >= worth);
 }
 
 static const vm_method *method_of(const vm_cpu *cpu, const vm_pass *p) {

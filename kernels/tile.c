@@ -307,11 +307,10 @@ static void put_image(const vm_work *j, const vm_box *box, size_t i, const float
 /* Copies a loaded plane's columns next to the first and the last, to beyond these, if the pass mirrors its input. */
 static void put_mirrors(const vm_work *j, const vm_box *box, float *x, size_t frame, size_t row) {
     const span s = span_of(j, box);
-    const size_t bytes = VM_BLOCK * sizeof *x;
     for (size_t i = 0; j->pass->mirrored && j->pass->x.w > 1 && i < lines_of(box); i++) {
-        float *first = x + line_at(box, i, frame, row) + s.left * VM_BLOCK, *end = first + s.pixels * VM_BLOCK;
-        if (s.left) memcpy(first - VM_BLOCK, first + VM_BLOCK, bytes);
-        if (s.right) memcpy(end, end - 2 * VM_BLOCK, bytes);
+        float (*first)[VM_BLOCK] = (float (*)[VM_BLOCK])(x + line_at(box, i, frame, row)) + s.left;
+        if (s.left) memcpy(first[-1], first[1], sizeof *first);
+        if (s.right) memcpy(first[s.pixels], first[s.pixels - 2], sizeof *first);
     }
 }
 
