@@ -292,6 +292,9 @@ static vm_status check_half(const vm_arch *a, vm_op op) {
 
 static vm_status check_ltx(const vm_arch *a) {
     vm_status s = in_range("block_out_channels", a->block_out_channels[a->levels - 1], 1, 65536);
+    /* diffusers repeats the first frame before a convolution, not after it: the same only if that is causal */
+    if (!s && !a->half[VM_ENCODE].causal)
+        s = vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "encoder_causal", "true", "false"));
     if (!s) s = check_half(a, VM_ENCODE);
     if (!s) s = check_half(a, VM_DECODE);
     for (unsigned what = VM_SPACE; what <= VM_TIME && !s; what++)

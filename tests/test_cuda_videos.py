@@ -60,6 +60,26 @@ def test_every_plan(name, op, size):
         assert there.last_run.peak_bytes <= plan.peak_bytes and there.last_run.reserved_bytes <= plan.reserved_bytes
 
 
+@pytest.mark.parametrize(
+    "name, multiprocessors, size",
+    [("ltx2", 5, (2, 19, 2)), ("ltx2", 8, (3, 7, 2)), ("wan", 3, (2, 9, 2)), ("ltx2.3", 2, (2, 2, 7))],
+)
+def test_a_short_last_stripe(monkeypatch, name, multiprocessors, size):
+    """Stripes of some rows, of which the last has fewer."""
+    gpu.emulator()
+    monkeypatch.setenv("VAEMEM_EMULATED_MULTIPROCESSORS", str(multiprocessors))
+    cpu, there = pair(name)
+    for op in ("decode", "encode"):
+        data = input_of(cpu, op, *size)
+        assert error(run(there, op, data), run(cpu, op, data).astype(np.float64)) <= LIMIT["float32"]
+
+
+def test_wide_attention_is_refused_before_a_run():
+    there = VAE.random("wan2.2", parts="decoder", videos=True, **gpu.kind_of("bfloat16"))
+    with refused(None, names=["at most 512 channels on a GPU"]):
+        there.estimate("decode", 64, 64, frames=5)
+
+
 def test_the_device_takes_what_is_planned():
     emulator = gpu.emulator()
     there = video_vae(**gpu.kind_of("float32"))

@@ -628,6 +628,7 @@ def test_pytorchs_decode_of_a_video_is_predicted(monkeypatch):
         ({"encoder_layers_per_block": (1, 2, 1, 1)}, ["encoder_layers_per_block"]),
         ({"decoder_layers_per_block": (1, 1, 99, 1, 1)}, ["decoder_layers_per_block"]),
         ({"videos": False}, ["videos"]),
+        ({"encoder_causal": False}, ["encoder_causal"]),
         ({"family": "lxt"}, ["kl, wan, hunyuan_image, tiny or ltx"]),
     ],
     ids=str,
@@ -642,6 +643,7 @@ def test_architectures_of_ltx_that_cannot_be(change, names):
     ("change", "key"),
     [
         ({"timestep_conditioning": True}, "timestep_conditioning"),
+        ({"encoder_causal": False}, "encoder_causal"),
         ({"decoder_inject_noise": [True] * 5}, "decoder_inject_noise"),
         ({"decoder_spatial_padding_mode": "replicate"}, "decoder_spatial_padding_mode"),
         ({"upsample_factor": [2, 2, 2]}, "upsample_factor"),

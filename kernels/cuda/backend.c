@@ -219,6 +219,9 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limit
     vm_gpu *g = b->self;
     *bytes = 0;
     vm_conv_key key;
+    if (p->kind == VM_PASS_ATTENTION && p->x.c / 3 > VM_ATTENTION_CHANNELS)
+        return vm_fail(VM_EINVAL, VM_EXPECTED("attention", "at most %d channels on a GPU", "%zu"),
+                       VM_ATTENTION_CHANNELS, p->x.c / 3);
     if (p->video) {
         if (!vm_frames_key(g, p, limits, manner, &key)) return VM_OK;
     } else {

@@ -20,10 +20,10 @@ VM_DEVICE vm_index vm_index_of(uint32_t i, uint32_t vectors, uint32_t a, uint32_
     return p;
 }
 
-/* Returns: the row or column that stands for `at`, which is at most one beyond the first or the last. */
+/* Returns: the row or column that stands for `at`: only one beyond the first or the last is mirrored. */
 VM_DEVICE int32_t vm_mirrored(int32_t at, int32_t count) {
-    const int32_t inside = at < 0 ? -at : at >= count ? 2 * (count - 1) - at : at;
-    return max(inside, 0);
+    if (at == -1) return min(1, count - 1);
+    return at == count ? max(count - 2, 0) : at;
 }
 
 /* One number of the user's video. */
@@ -49,7 +49,7 @@ VM_DEVICE void vm_gather(const vm_gather_args &a) {
         int32_t column = p.left + (int32_t)at.at[1];
         const int32_t rows = (int32_t)a.x_h, columns = (int32_t)a.x_w, frames = (int32_t)a.x_f;
         if (a.held) frame = max(min(frame, frames - 1), 0);
-        /* at most one column beyond the last: those further out belong to no output */
+        /* those further out belong to no output, and their rows may not be there */
         if (a.mirrored) row = vm_mirrored(row, rows), column = vm_mirrored(column, columns);
         const uint32_t c = at.vector * 8;
         float v[8] = {};

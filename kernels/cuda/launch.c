@@ -41,9 +41,6 @@ vm_status vm_gpu_pixel_norm(vm_gpu *g, const vm_pass *p, const vm_operands *at, 
 
 vm_status vm_gpu_attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
     const size_t c = p->x.c / 3, n = p->x.h * p->x.w;
-    if (c > VM_ATTENTION_CHANNELS)
-        return vm_fail(VM_EINVAL, VM_EXPECTED("attention", "at most %d channels on a GPU", "%zu"),
-                       VM_ATTENTION_CHANNELS, c);
     vm_attention_args a = {.x = at->x.data,
                            .y = at->y.data,
                            .n = (uint32_t)n,

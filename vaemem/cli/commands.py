@@ -159,7 +159,7 @@ def _decode_videos(args: argparse.Namespace, asked: dict[str, Any], z: Any) -> N
         with _shown_progress(args) as tell:
             made = vae.decode(z, args.scaled, "uint8", tell, size=args.size, memory_limit=args.memory_limit)
         for name, frames in zip(names, made, strict=True):
-            videos.write_frames(name, frames, args.fps)
+            videos.write_frames(name, frames, args.fps or videos.usual_fps(vae.arch))
             print(name)
         _print_run(args, vae)
 

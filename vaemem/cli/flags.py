@@ -162,7 +162,8 @@ FLAGS: dict[str, FlagSettings] = {
     "progress": _flag("Show a progress bar.", action="store_true"),
     "latents": _flag("Latents as .npy, .safetensors, ComfyUI's .latent, .pt or .pth; or a folder of latents.",
         metavar="LATENTS"),
-    "fps": _flag("Frames of a video file in one second.", type=_rate, metavar="N", default=16.0),
+    "fps": _flag("Frames of a video file in one second. By default 16, as Wan 2.1 makes; 24 for LTX-2's.",
+        type=_rate, metavar="N"),
     "images": _flag("Files that Pillow reads; for an .npy, all of one size. Or one video, or a folder of "
         "its frames. For a folder also folders, globs, .tar files (WebDataset) and .parquet files with a column of "
         "images.", nargs="+", metavar="SOURCE"),

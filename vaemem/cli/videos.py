@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,11 @@ def write_frames(name: str, frames: np.ndarray, fps: float) -> None:
         return
     for i, frame in enumerate(frames):
         write(os.path.join(name, f"{i:05}.png"), saved(to_pillow(frame[None])[0].save, format="png"))
+
+
+def usual_fps(arch: Mapping[str, Any]) -> float:
+    """Return the frames in a second that a model's pipeline makes by default, in diffusers."""
+    return 24.0 if arch.get("family") == "ltx" else 16.0
 
 
 def refuse_videos(args: argparse.Namespace) -> None:

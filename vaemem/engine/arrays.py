@@ -85,6 +85,10 @@ class _Arrays:
             axis, pixels, wanted = len(given.shape) - 1, "uint8", f"(N, {time}H, W, {channels}) for uint8"
         else:
             pixels, wanted = "float", f"(N, {channels}, {time}H, W)"
+        if arch.get("videos") and not is_video:
+            wanted += (
+                f"; of videos (N, {'F, H, W, 3' if pixels == 'uint8' and op == 'encode' else f'{channels}, F, h, w'})"
+            )
         if len(given.shape) != 4 + is_video or given.shape[axis] != channels:
             raise ArgumentError(INPUT_NAMES[op], f"shape {wanted}", str(given.shape))
         n, *frames, height, width = given.shape[:axis] + given.shape[axis + 1 :]

@@ -118,12 +118,14 @@ def pad(x: Any, how: str | None, factor: int) -> tuple[Any, Notes]:
 
 def whole_frames(x: Any, each: int) -> tuple[Any, Notes]:
     """Return a video (N, C, F, H, W) or uint8 (N, F, H, W, C) without the last frames that fill no latent frame: F
-    becomes 1 more than a multiple of `each`. diffusers drops them too. Anything else is returned unchanged."""
+    becomes 1 more than a multiple of `each`. diffusers drops them for Wan too. Anything else is returned unchanged."""
     shape = np.shape(x)
     if len(shape) != 5:
         return x, ()
     x = x if hasattr(x, "dtype") else np.asarray(x)
     axis = 1 if str(x.dtype).endswith("uint8") else 2  # also PyTorch's type
+    if shape[4 if axis == 1 else 1] > 4:  # no channels: the run refuses the shape as it is
+        return x, ()
     if shape[axis] < 1 or not (dropped := (shape[axis] - 1) % each):
         return x, ()
     kept = shape[axis] - dropped

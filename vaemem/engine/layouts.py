@@ -369,7 +369,11 @@ def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
     check then names a single missing, extra or misshapen one."""
     shapes = {_WITHIN_HALF.sub("", name): in_file[prefix + name] for name in ours(in_file, prefix, "all")}
     if any(name.endswith(".conv1.conv.weight") for name in shapes):
-        return _find_nearest(map(known_arch, ("ltx2.3", "ltx2")), in_file, layout, prefix, parts)
+        try:
+            return _find_nearest(map(known_arch, ("ltx2.3", "ltx2")), in_file, layout, prefix, parts)
+        except ArgumentError:
+            other = "a VAE of videos such as LTX-Video 0.9's, or one like LTX-2's with other widths"
+            raise ArgumentError("", "", f"unknown architecture: {other}", ("pass ", Named("config"))) from None
     if any(name.endswith(".gamma") for name in shapes):
         return _find_video_arch(shapes, in_file, layout, prefix, parts)
     if layout == "hunyuan" or any(re.match(r"(en|de)coder\.(down|up)_blocks\.\d+\.conv", name) for name in shapes):

@@ -191,7 +191,7 @@ class Model:
             Run videos too: keep the filters of all frames (three times the weights of images alone), for the VAEs of
             Wan. None: for a config of the class AutoencoderKLWan. Tensors alone do not tell Wan 2.1's from
             Qwen-Image's: pass True. LTX-2's VAEs always run videos. On a GPU cuDNN computes them, and an image is then
-            a video of one frame.
+            a video of one frame; Wan 2.2's are refused there.
 
         Raises
         ------

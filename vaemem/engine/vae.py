@@ -114,9 +114,10 @@ class VAE(Model):
         Parameters
         ----------
         z : array of real numbers, shape (N, C, h, w), or (N, C, F, h, w) for videos
-            C latent channels; the image is 8h by 8w. F latent frames become 4 (F - 1) + 1 frames (`load` with
-            ``videos``). In host memory, any type and strides. In a GPU's memory (any
-            library with DLPack), contiguous float32, float16 or bfloat16. Only host memory for a GPU is copied.
+            C latent channels; the image is 8h by 8w for most models (docs/MODEL.md). F latent frames become
+            4 (F - 1) + 1 frames, with LTX-2's VAEs 8 (F - 1) + 1 (`load` with ``videos``). In host memory, any type
+            and strides. In a GPU's memory (any library with DLPack), contiguous float32, float16 or bfloat16. Only
+            host memory for a GPU is copied.
         scaled : bool
             z is scaled as in a pipeline: decode z / scaling + shift. With latents_mean and latents_std in the config
             (Playground), decode z * std / scaling + mean. For FLUX.2, z is packed, (N, 4C, h / 2, w / 2), with the 2x2
@@ -213,7 +214,8 @@ class VAE(Model):
         Parameters
         ----------
         x : array, shape (N, 3, H, W) or, if uint8, (N, H, W, 3); of videos (N, 3, F, H, W) or (N, F, H, W, 3)
-            Real numbers nominally in [-1, 1], or bytes v, which become v / 127.5 - 1. H and W are multiples of 8. Or a
+            Real numbers nominally in [-1, 1], or bytes v, which become v / 127.5 - 1. H and W are multiples of 8 (of
+            32 for LTX-2's VAEs). The last frames of a video that fill no latent frame are dropped, with a note. Or a
             Pillow image, an image file (its path or its bytes), or a list of N of them in one size: they become RGB
             bytes, without alpha, rotated as EXIF says. Only one of several frames is used, and 16 bits a channel become
             8; `Run.notes` reports what was lost. Arrays in host memory with numbers from 0 to more than 2 are refused.

@@ -132,7 +132,9 @@ def with_videos(arch: Arch, videos: bool | None, config: Config | None) -> Arch:
     None, if the config is of such a class."""
     if arch.get("family") == "ltx":
         if videos is False:
-            raise ArgumentError("videos", f"True or None: {arch['name']} is of videos, a picture is one frame", "False")
+            raise ArgumentError(
+                "videos", f"True or None: {arch['name']} always runs videos, and an image as one frame", "False"
+            )
         return arch
     runs = arch.get("family") == "wan" and arch.get("slices", True)
     if videos and not runs:
@@ -442,7 +444,7 @@ def save(
         kept = "one with the filters of a single frame"
         advice = ("copy the file that was loaded, or load it with ", Named("videos", True))
         raise ArgumentError(arch["name"], "a model that is kept whole", kept, advice)
-    if arch.get("family") in ("tiny", "wan") and layout != "diffusers":
+    if arch.get("family") in ("tiny", "wan", "ltx") and layout != "diffusers":
         name = "an AutoencoderTiny" if arch["family"] == "tiny" else arch["name"]
         raise ArgumentError("layout", f"diffusers for {name}", layout)
     quant, flux2 = arch["use_quant_conv"] + arch["use_post_quant_conv"], "patch_size" in arch

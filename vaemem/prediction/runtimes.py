@@ -142,8 +142,11 @@ def configured_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
 def _traced(arch: dict[str, Any]) -> dict[str, Any]:
     """Return an architecture whose calls in PyTorch the core knows; ValueError for another one."""
     if arch.get("family") == "ltx":
-        known = "LTX-2's VAE runs here, but what PyTorch needs for it is known only within its pipeline"
-        raise ArgumentError("model", "", known, "vaemem.predict_pipeline('ltx2.3') answers")
+        known = (
+            f"the VAE of {arch['name']} runs here, but what PyTorch needs for it alone is known only from its module"
+        )
+        advice = "ask vaemem.pytorch.predict_peak, or for LTX-2.3's whole pipeline: vaemem fits ltx2.3 512x768"
+        raise ArgumentError("model", "", known, advice)
     return arch
 
 

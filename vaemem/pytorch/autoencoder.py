@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable
 from threading import Event
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +20,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vaemem._common import latent_factor, need
+from vaemem._common import frames_factor, latent_factor, need
 from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._types import DtypeName, Precision
 from vaemem.engine import weights
@@ -274,6 +275,11 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
             raise ArgumentError(name, f"a tensor on {self.device}, where the module is", f"one on {x.device}")
         how: dict[str, Any] = dict(memory_limit=self.memory_limit, progress=self.progress, cancel=self.cancel)
         how["tiling"] = self._tiling(op)
+        if how["tiling"] and x.ndim == 5:
+            how["tiling"] = None
+            warnings.warn(
+                f"{op}: vaemem's tiles are for images, and this video is not cut: set memory_limit", stacklevel=4
+            )
         engine, x = self._engine(), x.detach()
         is_on_host = self.device.type == "cpu"
         given: Any = (x.to("cpu", torch.float32) if is_on_host else x.to(self.dtype)).contiguous()
@@ -461,7 +467,9 @@ class _Frames(_DropIn):
             return x, False  # `_run` refuses it
         if x.ndim == 5 and x.shape[2] == 1:
             return x[:, :, 0], True
-        if x.ndim == 5 and self.vae.arch.get("videos"):
+        if self.vae.arch.get("videos"):
+            if x.ndim != 5:
+                raise ArgumentError(name, "a video, (N, C, F, h, w)", str(tuple(x.shape)))
             return x, False
         advice = "vaemem runs this VAE only for images; diffusers' own class runs it for videos"
         raise ArgumentError(name, "one frame, (N, C, 1, h, w)", str(tuple(x.shape)), advice)
@@ -528,6 +536,9 @@ class _Ltx2(_Frames):
 
     def _encode(self, x: torch.Tensor, causal: bool | None = None) -> torch.Tensor:
         self._check_causal("encoder", causal)
+        later = frames_factor(self.vae.arch)
+        if isinstance(x, torch.Tensor) and x.ndim == 5 and (x.shape[2] - 1) % later:
+            raise ArgumentError("x", f"1 frame more than a multiple of {later}, as in diffusers", str(x.shape[2]))
         return super()._encode(x)
 
     def _decode(  # type: ignore[override]

@@ -106,8 +106,13 @@ def _name_type(dtype: Any) -> Any:
     return str(dtype).removeprefix("torch.")
 
 
-def choose_device(vae: Any, place: Place = ANYWHERE) -> str:
+def choose_device(vae: Any, arch: Arch, place: Place = ANYWHERE) -> str:
     """Return where vaemem runs this VAE: "cpu", or a card such as "cuda:0"."""
+    widths = arch["block_out_channels"][-1:] + arch.get("decoder_block_out_channels", ())[-1:]
+    if arch["mid_block_add_attention"] and max(widths) > 512:  # Wan 2.2's: more than the attention of a card takes
+        if place.device == "gpu":
+            raise ArgumentError("device", f"'cpu' or 'auto' for {arch['name']}, whose attention is too wide", "'gpu'")
+        return "cpu"
     return place.device_for(vae.device, _name_type(vae.vae_dtype))
 
 
@@ -146,7 +151,7 @@ def decode_whole(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll, plac
     The frames of videos are pictures, one video after the other."""
     arch = recognise(vae)
     is_video = _frames_of(latents, arch) > 1 or _is_ltx(arch)
-    device, (scale, shift) = choose_device(vae, place), _scaling(vae)
+    device, (scale, shift) = choose_device(vae, arch, place), _scaling(vae)
     z = (latents if is_video or latents.ndim == 4 else latents[:, :, 0]).detach().to("cpu", torch.float32).contiguous()
     z = z if (scale, shift) == (1, 0) else (z - shift) * scale
     if device != "cpu":
@@ -157,7 +162,7 @@ def decode_whole(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll, plac
     for picture in pixels.split(1):  # one after the other, because process_output copies
         picture.copy_(vae.process_output(picture))
     pixels = pixels.to(vae.output_device).movedim(1, -1)
-    return pixels.flatten(0, 1) if is_video else pixels
+    return pixels.flatten(0, 1) if pixels.ndim == 5 else pixels
 
 
 def encode_whole(vae: Any, pixels: torch.Tensor, manager: Any, poll: Poll, place: Place = ANYWHERE) -> torch.Tensor:
@@ -174,9 +179,9 @@ def encode_whole(vae: Any, pixels: torch.Tensor, manager: Any, poll: Poll, place
     cropped = vae.vae_encode_crop_pixels(pixels[..., :3]).movedim(-1, 1)
     x = vae.process_input(cropped.to("cpu", torch.float32))
     x = (x.movedim(0, 1).unsqueeze(0) if is_video else x).contiguous()
-    device = choose_device(vae, place)
+    device = choose_device(vae, arch, place)
     if device != "cpu":
-        shape = (1, x.shape[1], 1, *x.shape[2:]) if has_frames else x.shape
+        shape = (1, x.shape[1], 1, *x.shape[2:]) if has_frames and not is_video else x.shape
         _make_room(vae, "encode", shape, place.limit, manager)
     with _open(vae, "encode", device, is_video) as ours:
         how: Any = {"scaled": _is_normalised(arch), "progress": poll, "memory_limit": place.limit_on(device)}
@@ -284,7 +289,7 @@ def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> 
     pixels, why = attempt(run)
     if not why:
         return Safe(pixels.flatten(0, 1) if pixels.ndim == 5 else pixels, ())
-    if (device := choose_device(vae)) != "cpu":
+    if (device := choose_device(vae, arch)) != "cpu":
         notes.append(f"{why}. vaemem decodes on {device} in the free memory")
         try:
             return Safe(decode_whole(vae, latents, manager, poll, Place("gpu")), tuple(notes))
