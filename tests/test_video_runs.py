@@ -656,3 +656,23 @@ def test_architectures_of_ltx_that_cannot_be(change, names):
 def test_configs_of_ltx_refused_by_key(change, key):
     with refused("config", place=key):
         VAE.random(config=CONFIGS["ltx2.3"] | change)
+
+
+def test_what_the_drop_in_of_ltx_refuses():
+    """What diffusers refuses, and arrays that are no videos; tiles are ignored with a warning."""
+    torch, _, ours = drop_in_of("ltx2.3")
+    z, x = torch.from_numpy(latents(ours.vae, 2, 2, 3)), torch.from_numpy(videos(ours.vae, 2, 2, 3))
+    with refused("x", names=["a multiple of 8"]):
+        ours.encode(x[:, :, :8])
+    with refused("z", names=["(N, C, F, h, w)"]):
+        ours.decode(z[:, :, 0])
+    with refused("causal"):
+        ours.decode(z, causal=True)
+    want = ours.decode(z).sample
+    ours.enable_tiling()
+    with pytest.warns(UserWarning, match="set memory_limit"):
+        assert torch.equal(ours.decode(z).sample, want)
+    with refused("x", names=["(1, 9, 3, 64, 96)"]):
+        ours.vae.encode(np.zeros((1, 9, 3, 64, 96), np.float32))
+    with refused("z", names=["of videos (N, 8, F, h, w)"]):
+        ours.vae.decode(z[0].numpy())
