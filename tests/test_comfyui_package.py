@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 import engine
 
 import vaemem
+from vaemem.engine.configs import known_arch
 from vaemem.nodes import install_comfyui as install
 from vaemem.nodes import install_invokeai
 from vaemem.pipelines.components import PIPELINES, weights_of
@@ -241,9 +242,13 @@ def test_places(vae, z):
     with refused("device"):
         comfyui_vae.decode_whole(vae, z, Manager(), ignore, Place("tpu"))
     vae.device = torch.device("cuda:7")  # which this machine lacks
-    assert comfyui_vae.choose_device(vae) == comfyui_vae.choose_device(vae, Place("cpu")) == "cpu"
+    own, wide = comfyui_vae.recognise(vae), known_arch("wan2.2")
+    assert comfyui_vae.choose_device(vae, own) == comfyui_vae.choose_device(vae, own, Place("cpu")) == "cpu"
     with refused("device"):
-        comfyui_vae.choose_device(vae, Place("gpu"))
+        comfyui_vae.choose_device(vae, own, Place("gpu"))
+    assert comfyui_vae.choose_device(vae, wide) == "cpu"
+    with refused("device", names=["attention is too wide"]):
+        comfyui_vae.choose_device(vae, wide, Place("gpu"))
 
 
 def test_vaes_that_vaemem_does_not_know(vae, z):
@@ -348,7 +353,7 @@ def test_a_card_is_freed_first_and_may_fail(vae, z, monkeypatch):
     monkeypatch.setattr(
         comfyui_vae,
         "choose_device",
-        lambda vae, place=ANYWHERE, is_video=False: "cpu" if place.device == "cpu" else "cuda:0",
+        lambda vae, arch, place=ANYWHERE: "cpu" if place.device == "cpu" else "cuda:0",
     )
     monkeypatch.setattr(comfyui_vae.VAE, "load", load_here)
     vae.vae_dtype, vae.memory_used_decode, fails, manager = torch.bfloat16, lambda shape, dtype: 1000, False, Manager()

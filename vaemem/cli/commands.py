@@ -337,7 +337,7 @@ def run_sweep_measured(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     _sweep(args, vaemem.measure_sweep, asked)
 
 
-@command("vaemem:estimate_sweep", f"{_ENGINE_SWEEP} csv format")
+@command("vaemem:estimate_sweep", f"{_ENGINE_SWEEP} frames csv format")
 def run_sweep_estimated(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Estimate our engine's memory at each size, without a run.
 
