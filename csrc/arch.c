@@ -267,14 +267,13 @@ static size_t parts_of(unsigned what) { return (what & VM_SPACE ? 4u : 1u) * (wh
 static vm_status check_half(const vm_arch *a, vm_op op) {
     const struct vm_half *half = &a->half[op];
     const size_t levels = vm_arch_levels(a, op), *width = vm_arch_widths(a, op);
-    const char *name = op == VM_ENCODE ? "block_out_channels" : "decoder_block_out_channels";
-    vm_status s = in_range(op == VM_ENCODE ? "layers_per_block" : "decoder_layers_per_block", half->layers[levels], 1,
-                           VM_MAX_LAYERS);
+    const char *widths = op == VM_ENCODE ? "block_out_channels" : "decoder_block_out_channels";
+    const char *layers = op == VM_ENCODE ? "layers_per_block" : "decoder_layers_per_block";
+    vm_status s = in_range(layers, half->layers[levels], 1, VM_MAX_LAYERS);
     size_t c = op == VM_ENCODE ? a->latent_channels : width[levels - 1];
     for (size_t i = 0; i < levels && !s; i++) {
         const size_t at = op == VM_ENCODE ? i : levels - 1 - i, parts = parts_of(half->resamplers[i]);
-        s = in_range(op == VM_ENCODE ? "layers_per_block" : "decoder_layers_per_block", half->layers[at], 1,
-                     VM_MAX_LAYERS);
+        s = in_range(layers, half->layers[at], 1, VM_MAX_LAYERS);
         if (!s && op == VM_DECODE) s = in_range("upsample_factor", half->factor[at], 1, 64);
         if (s) return s;
         const size_t next = op == VM_ENCODE ? width[at] : width[at] / half->factor[at];
@@ -283,8 +282,8 @@ static vm_status check_half(const vm_arch *a, vm_op op) {
                             : same || next * half->factor[at] != c || width[at] % half->factor[at] ||
                                   (half->added[at] && (c % parts || parts % half->factor[at])))
             return vm_fail(VM_EINVAL,
-                           VM_EXPECTED_IN("config", "%s[%zu]", "a width that its resampler makes of %zu", "%zu"), name,
-                           at, c, width[at]);
+                           VM_EXPECTED_IN("config", "%s[%zu]", "a width that its resampler makes of %zu", "%zu"),
+                           widths, at, c, width[at]);
         c = next;
     }
     return s;

@@ -132,8 +132,10 @@ static void norm_on_load(builder *b, vm_node *n, const char *module, vm_act act,
     n->pass.act = act;
     n->pass.groups = b->m->arch.norm_num_groups;
     n->pass.eps = b->m->arch.norm_eps;
-    if (is_ltx(b)) n->pass.norm = VM_NORM_RMS;
-    if (is_ltx(b)) return;
+    if (is_ltx(b)) {
+        n->pass.norm = VM_NORM_RMS;
+        return;
+    }
     if (is_wan(b)) {
         n->gamma = add_vector(b, module, "gamma", c, of_frames ? 4 : 3);
         return;

@@ -82,7 +82,7 @@ typedef enum vm_family {
      * TAEF2 has norms (norm_num_groups, otherwise 0). Levels have layers_per_block blocks, the image's has 1 */
     VM_TINY,
     /* AutoencoderKLLTX2Video, of videos only. Norms without weights; every resampler is a pixel shuffle, of time too;
-     * an image comes as patches of 4x4 pixels; beyond its ends a video stands still */
+     * an image comes as patches of 4x4 pixels; beyond its ends a video repeats its first and its last frame */
     VM_LTX
 } vm_family;
 
@@ -123,7 +123,8 @@ typedef struct vm_arch {
 /* Returns: a NULL-terminated list. */
 const vm_arch *const *vm_arch_models(void);
 vm_status vm_arch_check(const vm_arch *arch);
-/* Returns: blocks of the half that does `op`, of different width or at different sizes. */
+/* Returns: how many blocks the half that does `op` has besides the middle one: arch->levels, or fewer in VM_LTX's
+ * decoder. */
 size_t vm_arch_levels(const vm_arch *arch, vm_op op);
 /* Returns: image pixels per latent pixel along a side. */
 size_t vm_arch_factor(const vm_arch *arch);
@@ -169,7 +170,7 @@ struct vm_model;
 vm_status vm_passes_build(struct vm_model *model, vm_op op, bool video);
 /* Returns: whether images are videos of a frame: LTX's, and on a GPU, where filters are stored for one of the two. */
 bool vm_passes_are_of_videos(const struct vm_model *model);
-/* Returns: the passes of an operation on so many frames. */
+/* Returns: the passes that encode or decode videos with so many frames. */
 const vm_graph *vm_passes_of(const struct vm_model *model, vm_op op, size_t frames);
 /* Returns: FLOPs; a multiply-add counts as two. A 3x3 counts as a direct sum, though Winograd's way needs fewer; after
  * nearest 2x it counts as its four 2x2 filters. A move counts one per number of the larger tensor. */

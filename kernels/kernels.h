@@ -279,7 +279,7 @@ typedef struct vm_pass {
     bool up;           /* nearest 2x before a 3x3 convolution; or a move to more pixels or frames */
     uint8_t slices;    /* frames of x that a frame of y meets, 1 to 3 */
     uint8_t ahead;     /* of these are later than its own, 0 or 1; the others are earlier */
-    bool video;        /* its filters keep all slices, and its rows may have several frames */
+    bool video;        /* of videos: its filters keep all slices, and its rows may have several frames */
     bool held;         /* frames before the first are copies of it, and those after the last of that; otherwise zeros */
     uint8_t skipped;   /* slices of the stored filter before these: an image meets only the last */
     vm_time time;

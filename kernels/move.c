@@ -58,7 +58,7 @@ static void make_row(const job *j, const layout *l, const float *x, float *y, si
         for (size_t s = 0; larger && s < wide; s++) {
             const size_t cycle = p->move.in_turn ? p->x.c / (p->move.frames * wide * wide) : p->y.c;
             const size_t at = p->up ? vm_move_at(p->move, p->y.c, o % cycle, frame, row, s) : o;
-            const size_t c = VM_MIN(at / share, p->x.c - 1); /* without pixels to gain, the last fills what is left */
+            const size_t c = VM_MIN(at / share, p->x.c - 1); /* if x runs out of channels, its last one is repeated */
             add_up(y + s * VM_BLOCK + lane, x + c / VM_BLOCK * l->plane + c % VM_BLOCK, 1, wide, cells, 1);
         }
         for (size_t i = 0; !larger && i < share; i++) {

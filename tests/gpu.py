@@ -14,10 +14,11 @@ import ctypes
 import functools
 import os
 import struct
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from engine import small_vae
+from engine import error, small_vae
 
 from vaemem.engine import device
 
@@ -156,6 +157,22 @@ class Emulator:
             yield lambda: self.driver.emulator_calls() - start >= nth
         finally:
             self.driver.emulator_fail_at(ctypes.c_size_t(0), 0, 0)
+
+    def fail_calls(self, vae, z: np.ndarray, want: np.ndarray, limit: float, calls: Iterable[int]) -> int:
+        """Let a decode of z fail at each of these calls of the driver. It raises with CUDA's words, or makes up for it,
+        and the next one gives `want`. Ends at a call that a decode no longer comes to, and returns its number."""
+        vae.decode(z)
+        for nth in calls:
+            with self.failing(nth) as came:
+                try:
+                    vae.decode(z)
+                except (RuntimeError, MemoryError) as fault:
+                    assert "CUDA" in str(fault), fault
+                else:
+                    if not came():
+                        return nth
+            assert error(vae.decode(z), want.astype(np.float64)) <= limit, nth
+        raise AssertionError("a decode has more calls than were tried")
 
 
 def emulator() -> Emulator:

@@ -34,8 +34,9 @@ def spread(x: np.ndarray, order: str, frames: int, n: int) -> np.ndarray:
 
 
 def moved(x: np.ndarray, way: str, channels: int, order: str, frames: int, n: int = 2) -> np.ndarray:
-    """x (c, h, w) as so many channels of more pixels ("up"; "in turn": all channels again), of fewer ("down") or of as
-    many ("same"; the last channel "fills" those that are left)."""
+    """Move x (c, h, w) to `channels` channels. "up": to more pixels, and channels are repeated one by one ("in turn":
+    all of them, then all again). "down": to fewer pixels, by means. "same": to as many pixels ("fills": with copies of
+    the last channel)."""
     if way == "in turn":
         made = spread(x, order, frames, n)
         return np.tile(made, (channels // len(made), 1, 1))

@@ -202,7 +202,7 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *li
 }
 
 vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
-    if (p->video) return vm_frames_needs(b->self, p, limits, manner);
+    if (p->video) return vm_frames_needs(b->self, p, manner);
     if (p->kind == VM_PASS_ATTENTION) return (vm_needs){0};
     const vm_conv_tile tile = own_tile(b->self, p);
     const vm_conv_args a = own_args(b->self, p);
@@ -223,7 +223,7 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limit
         return vm_fail(VM_EINVAL, VM_EXPECTED("attention", "at most %d channels on a GPU", "%zu"),
                        VM_ATTENTION_CHANNELS, p->x.c / 3);
     if (p->video) {
-        if (!vm_frames_key(g, p, limits, manner, &key)) return VM_OK;
+        if (!vm_frames_key(g, p, manner, &key)) return VM_OK;
     } else {
         if (p->kind != VM_PASS_CONV || own_tile(g, p).rows) return VM_OK;
         const shape s = shape_of(g, p, limits, manner);
@@ -440,8 +440,9 @@ static vm_status step(const vm_tasks *t, size_t row, size_t rows) {
     const size_t height = vm_gpu_cut(t->backend, t->pass, t->at->manner.tight).out_rows;
     vm_gpu *g = t->backend->self;
     VM_ENTER(g);
-    return (t->pass->video ? vm_frames_rows : convolve)(g, t->pass, t->at, &t->exec->limits, row * height,
-                                                        VM_MIN((row + rows) * height, t->pass->y.h));
+    row *= height, rows = VM_MIN(rows * height, t->pass->y.h - row);
+    return t->pass->video ? vm_frames_rows(g, t->pass, t->at, row, row + rows)
+                          : convolve(g, t->pass, t->at, &t->exec->limits, row, row + rows);
 }
 
 vm_status vm_gpu_prepare(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec,
@@ -459,7 +460,7 @@ vm_status vm_gpu_run(const vm_backend *b, const vm_pass *p, const vm_operands *a
     if (p->kind == VM_PASS_ATTENTION) return (p->video ? vm_frames_attention : vm_gpu_attention)(g, p, at);
     if (p->video) {
         const vm_status begun = vm_frames_begin(g, p, at);
-        return begun ? begun : vm_frames_rows(g, p, at, &exec->limits, 0, p->y.h);
+        return begun ? begun : vm_frames_rows(g, p, at, 0, p->y.h);
     }
     const vm_status status = p->norm == VM_NORM_GROUP ? merge(g, p, at) : VM_OK;
     return status ? status : convolve(g, p, at, &exec->limits, 0, p->y.h);

@@ -16,7 +16,7 @@ VM_KERNEL __launch_bounds__(VM_CUDA_THREADS) vm_blend(vm_blend_args a) {
                 const float v = vm_blended(&a, plane, i, j);
                 const size_t pixel = (size_t)(a.top + i) * a.y_w + a.left + j;
                 if (i == top && j == left)
-                    vm_store_number(a, item * image * (a.format == VM_U8_NHWC ? 1 : a.y_c) + pixel, c, v);
+                    vm_store_number(a, image, item * image * (a.format == VM_U8_NHWC ? 1 : a.y_c) + pixel, c, v);
             }
         }
     }

@@ -284,7 +284,8 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
                 for (int e = 0; e < 4; e++) {
                     const uint32_t c = out + vm_conv_channel(2 * n + e);
                     const float scaled = fmaf(v[e / 2][e % 2], a.out_scale, a.out_shift);
-                    v[e / 2][e % 2] = some && c < a.y_c ? vm_store_number(a, pixel, c, scaled) : 0;
+                    const size_t plane = (size_t)a.y_h * a.y_w;
+                    v[e / 2][e % 2] = some && c < a.y_c ? vm_store_number(a, plane, pixel, c, scaled) : 0;
                     nonfinite = fmaf(v[e / 2][e % 2], 0.0f, nonfinite);
                 }
             } else {

@@ -2,12 +2,14 @@
  *
  *   for each stripe:   x --gather--> planes --cuDNN--> raw --scatter--> y
  *
- *   prepared: scale | shift | filters, if the picture lies the other way than those that are stored
- *   scratch:  factors | planes | raw                  workspace: cuDNN's
+ *   prepared: scale | shift | turned filters          workspace: cuDNN's
+ *   scratch:  factors | planes | raw
  *
  * A move uses its own kernel instead of cuDNN. Attention is within a frame: a frame's queries, keys and values are
- * gathered, and its result is scattered. Filters are stored for rows that are the picture's columns (vm_pass.turned),
- * because most videos are wider than high. */
+ * gathered, and its result is scattered.
+ *
+ * Most videos are wider than high, and run along their columns (vm_pass.turned): x's rows are columns of the picture.
+ * The stored filters are for those. For other videos they are turned before the first stripe. */
 #include <math.h>
 
 #include "gpu.h"
@@ -38,11 +40,12 @@ static bool is_down(const vm_pass *p) { return p->stride == 2; }
 /* Returns: the rows of y that are made together: both of a pair, or all of a square. */
 static size_t unit_of(const vm_pass *p) { return !p->up ? 1 : is_move(p) ? p->move.side : 2; }
 
-/* Returns: rows of x that so many rows of y meet, and where they begin. */
+/* Returns: how many rows of x the filters meet to make `rows` rows of y. */
 static size_t rows_in(const vm_pass *p, size_t rows) {
     if (is_move(p)) return p->up ? rows / p->move.side : is_down(p) ? rows * p->move.side : rows;
     return p->up ? rows / 2 + 2 : (rows - 1) * (size_t)p->stride + (size_t)p->ksize;
 }
+/* Returns: the first row of x that they meet to make row `row` of y; negative above x. */
 static ptrdiff_t top_of(const vm_pass *p, size_t row) {
     if (is_move(p)) return (ptrdiff_t)(p->up ? row / p->move.side : is_down(p) ? row * p->move.side : row);
     return (ptrdiff_t)(p->up ? row / 2 : row * (size_t)p->stride) - p->pad;
@@ -121,22 +124,11 @@ static size_t rows_of_step(const vm_gpu *g, const vm_pass *p, bool tight, double
     return VM_MIN(some * unit, p->y.h);
 }
 
-static shape shape_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
+/* A pass that runs whole has the same stripes, one after another. */
+static shape shape_of(const vm_gpu *g, const vm_pass *p, vm_manner manner) {
     shape s = shape_of_pass(g, p);
     double cost;
-    if (manner.stepped) {
-        lay_out(g, p, &s, rows_of_step(g, p, manner.tight, &cost));
-        return s;
-    }
-    size_t low = unit_of(p), high = p->y.h; /* the most rows that fit, by bisection */
-    while (low < high) {
-        const size_t rows = VM_ROUND_UP((low + high) / 2 + 1, unit_of(p));
-        lay_out(g, p, &s, VM_MIN(rows, p->y.h));
-        const bool fits = s.prepared + s.scratch <= limits->stripe_bytes;
-        *(fits ? &low : &high) = fits ? VM_MIN(rows, p->y.h) : VM_MIN(rows, p->y.h) - unit_of(p);
-    }
-    const size_t stripes = (p->y.h + low - 1) / low;
-    lay_out(g, p, &s, VM_ROUND_UP((p->y.h + stripes - 1) / stripes, unit_of(p)));
+    lay_out(g, p, &s, rows_of_step(g, p, manner.tight, &cost));
     return s;
 }
 
@@ -158,14 +150,14 @@ vm_cut vm_frames_cut(const vm_gpu *g, const vm_pass *p, bool tight) {
 /* Elements of a frame's queries, keys and values. */
 static size_t attended(const vm_pass *p) { return p->x.h * p->x.w * p->x.c; }
 
-vm_needs vm_frames_needs(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
+vm_needs vm_frames_needs(const vm_gpu *g, const vm_pass *p, vm_manner manner) {
     if (p->kind == VM_PASS_ATTENTION)
         return (vm_needs){.scratch = VM_PRODUCT(attended(p), vm_dtype_bytes(g->backend.dtype))};
-    const shape s = shape_of(g, p, limits, manner);
+    const shape s = shape_of(g, p, manner);
     return (vm_needs){.prepared = s.prepared, .scratch = s.scratch};
 }
 
-static vm_conv_key key_of(const vm_gpu *g, const vm_limits *limits, vm_manner manner, const shape *s) {
+static vm_conv_key key_of(const vm_gpu *g, const shape *s) {
     const vm_planes *to = &s->to;
     const bool rows = s->k == 1; /* a plain product: all planes are one */
     const int64_t x[4] = {rows ? 1 : to->planes, (int64_t)(to->slices * s->channels),
@@ -174,33 +166,36 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_limits *limits, vm_manner ma
         vm_conv_square(g->backend.dtype, x, (int64_t)(s->groups * s->each), (int64_t)s->k, (int64_t)s->stride, 0);
     conv.tf32 = g->tf32;
     conv.nhwc = true;
-    const size_t least = g->tf32 ? 64u << 20 : 1u << 20, copied = manner.stepped ? s->scratch : limits->stripe_bytes;
-    const size_t usual = VM_MAX(copied / 5 * 2, least);
-    const size_t filters = VM_PRODUCT(s->groups, s->each, s->k, s->k, to->slices, s->channels, sizeof(float));
-    const bool copy = !manner.stepped && g->backend.dtype == VM_F32 && !g->tf32; /* as in backend.c */
-    return (vm_conv_key){conv, copy ? VM_MAX(usual, s->scratch + filters + least) : usual};
+    const size_t least = g->tf32 ? 64u << 20 : 1u << 20; /* as in backend.c */
+    return (vm_conv_key){conv, VM_MAX(s->scratch / 5 * 2, least)};
 }
 
 /* Returns: whether cuDNN has work: not in a video of one frame, which a change of the number of frames passes on. */
 static bool convolves(const shape *s) { return s->to.lines > 0 && s->lines > 0; }
 
-bool vm_frames_key(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, vm_manner manner, vm_conv_key *key) {
+bool vm_frames_key(const vm_gpu *g, const vm_pass *p, vm_manner manner, vm_conv_key *key) {
     if (p->kind != VM_PASS_CONV) return false;
-    const shape s = shape_of(g, p, limits, manner);
-    *key = key_of(g, limits, manner, &s);
+    const shape s = shape_of(g, p, manner);
+    *key = key_of(g, &s);
     return convolves(&s);
 }
 
 /* ---- launches ---- */
 
-static size_t blocks_of(const vm_gpu *g, size_t numbers) {
+/* Launches a kernel whose threads have vectors of 8 numbers in turn, which they count in 32 bits. */
+static vm_status launch(vm_gpu *g, CUfunction kernel, size_t numbers, void *args) {
+    if (numbers / 8 > INT32_MAX)
+        return vm_fail(VM_EINVAL,
+                       VM_EXPECTED("memory_limit", "one with which a step has less than 2^34 numbers", "%zu"), numbers);
     const size_t blocks = (numbers / 8 + VM_CUDA_THREADS - 1) / VM_CUDA_THREADS;
-    return VM_MAX(VM_MIN(blocks, (size_t)g->multiprocessors * 32), 1);
+    const size_t some = VM_MAX(VM_MIN(blocks, (size_t)g->multiprocessors * 32), 1);
+    return vm_gpu_launch(g, kernel, some, 1, VM_CUDA_THREADS, 0, args);
 }
 
 static void *scratch_at(const vm_operands *at, size_t offset) { return (char *)at->scratch + offset; }
 
-/* Steps of the user's video in pixels, whose rows may be the picture's columns. */
+/* The user's video: pixels from one row, column and frame to the next, and numbers from channel to channel. A row
+ * may be a column of the picture (vm_pass.turned). */
 typedef struct steps {
     int64_t row, column, frame;
     uint64_t plane;
@@ -249,11 +244,8 @@ static vm_gather_args gather_args(const vm_pass *p, const vm_operands *at, const
 }
 
 static vm_status gather(vm_gpu *g, const vm_gather_args *a) {
-    const size_t numbers = VM_PRODUCT(a->to.planes, a->to.lines, a->to.width, a->to.slices, a->channels);
-    if (numbers / 8 > INT32_MAX)
-        return vm_fail(VM_EINVAL,
-                       VM_EXPECTED("memory_limit", "one with which a step has less than 2^34 numbers", "%zu"), numbers);
-    return vm_gpu_launch(g, g->gather, blocks_of(g, numbers), 1, VM_CUDA_THREADS, 0, (void *)a);
+    return launch(g, g->gather, VM_PRODUCT(a->to.planes, a->to.lines, a->to.width, a->to.slices, a->channels),
+                  (void *)a);
 }
 
 static vm_scatter_args scatter_args(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s,
@@ -297,10 +289,10 @@ static vm_scatter_args scatter_args(const vm_gpu *g, const vm_pass *p, const vm_
 
 static vm_status scatter(vm_gpu *g, const vm_scatter_args *a) {
     const size_t numbers = VM_PRODUCT(a->rows, a->frame_end - a->frame_first, a->y_w, VM_ROUND_UP(a->y_c, VM_BLOCK));
-    return vm_gpu_launch(g, g->scatter, blocks_of(g, numbers), 1, VM_CUDA_THREADS, 0, (void *)a);
+    return launch(g, g->scatter, numbers, (void *)a);
 }
 
-static vm_status moved(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t rows) {
+static vm_status move(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t rows) {
     vm_frames_move_args a = {.x = scratch_at(at, s->in),
                              .out = scratch_at(at, s->raw),
                              .x_f = (uint32_t)p->x.f,
@@ -319,8 +311,7 @@ static vm_status moved(vm_gpu *g, const vm_pass *p, const vm_operands *at, const
                              .halves = p->time == VM_TIME_HALVED,
                              .held = p->held,
                              .move = p->move};
-    const size_t numbers = VM_PRODUCT(rows, p->y.f, p->y.w, s->each);
-    return vm_gpu_launch(g, g->frames_move, blocks_of(g, numbers), 1, VM_CUDA_THREADS, 0, &a);
+    return launch(g, g->frames_move, VM_PRODUCT(rows, p->y.f, p->y.w, s->each), &a);
 }
 
 /* Copies the first frame, which a change of the number of frames passes on. */
@@ -341,9 +332,8 @@ static vm_status copy_frame(vm_gpu *g, const vm_pass *p, const vm_operands *at, 
     return status ? status : scatter(g, &out);
 }
 
-static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, const shape *s,
-                          size_t row, size_t rows) {
-    const vm_conv_key key = key_of(g, limits, at->manner, s);
+static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row, size_t rows) {
+    const vm_conv_key key = key_of(g, s);
     const void *filters = s->turns ? (char *)at->prepared + s->filters : at->weight;
     void *in = scratch_at(at, s->in), *raw = scratch_at(at, s->raw);
     vm_status status = VM_OK;
@@ -355,8 +345,7 @@ static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     return status ? status : scatter(g, &out);
 }
 
-static vm_status stripe(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, const shape *s,
-                        size_t row, size_t rows) {
+static vm_status stripe(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row, size_t rows) {
     const ptrdiff_t top = top_of(p, row);
     const size_t first = (size_t)VM_MAX(top, 0), end = VM_MIN((size_t)(top + (ptrdiff_t)rows_in(p, rows)), p->x.h);
     vm_status status = VM_OK;
@@ -366,19 +355,18 @@ static vm_status stripe(vm_gpu *g, const vm_pass *p, const vm_operands *at, cons
     if (status || !convolves(s)) return status;
     const vm_gather_args in = gather_args(p, at, s, row);
     if ((status = gather(g, &in))) return status;
-    if (!is_move(p)) return convolve(g, p, at, limits, s, row, rows);
+    if (!is_move(p)) return convolve(g, p, at, s, row, rows);
     const vm_scatter_args out = scatter_args(g, p, at, s, row, rows);
-    status = moved(g, p, at, s, rows);
+    status = move(g, p, at, s, rows);
     return status ? status : scatter(g, &out);
 }
 
-vm_status vm_frames_rows(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, size_t row,
-                         size_t end) {
-    const shape s = shape_of(g, p, limits, at->manner);
+vm_status vm_frames_rows(vm_gpu *g, const vm_pass *p, const vm_operands *at, size_t row, size_t end) {
+    const shape s = shape_of(g, p, at->manner);
     vm_status status = VM_OK;
     for (size_t rows; row < end && !status; row += rows) {
         rows = VM_MIN(s.rows, end - row);
-        status = stripe(g, p, at, limits, &s, row, rows);
+        status = stripe(g, p, at, &s, row, rows);
     }
     return status;
 }
@@ -392,8 +380,7 @@ vm_status vm_frames_begin(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
                       .filters = (uint32_t)(s.each * p->slices),
                       .taps = p->up ? 2 : 3,
                       .channels = (uint32_t)s.channels};
-    const size_t numbers = VM_PRODUCT(a.phases, a.filters, a.taps, a.taps, a.channels);
-    return vm_gpu_launch(g, g->turn, blocks_of(g, numbers), 1, VM_CUDA_THREADS, 0, &a);
+    return launch(g, g->turn, VM_PRODUCT(a.phases, a.filters, a.taps, a.taps, a.channels), &a);
 }
 
 vm_status vm_frames_attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {

@@ -5,7 +5,7 @@
  * neighbouring vectors, then neighbouring columns. */
 #include "pixels.h"
 
-/* A vector's place in [..][count[1]][count[0]][vectors]. */
+/* Vector i of a tensor [..][c][b][a][vectors]: its vector, then its places in a, b, c and in what is before them. */
 struct vm_index {
     uint32_t vector, at[4];
 };
@@ -24,17 +24,6 @@ VM_DEVICE vm_index vm_index_of(uint32_t i, uint32_t vectors, uint32_t a, uint32_
 VM_DEVICE int32_t vm_mirrored(int32_t at, int32_t count) {
     if (at == -1) return min(1, count - 1);
     return at == count ? max(count - 2, 0) : at;
-}
-
-/* One number of the user's video. */
-VM_DEVICE float vm_video_number(const vm_gather_args &a, size_t pixel, uint32_t c) {
-    const size_t at = c * a.x_plane + pixel;
-    switch (a.format) {
-    case VM_F32_NCHW: return static_cast<const float *>(a.x)[at];
-    case VM_F16_NCHW: return vm_to_float(static_cast<const vm_half *>(a.x)[at]);
-    case VM_BF16_NCHW: return vm_to_float(static_cast<const vm_bfloat16 *>(a.x)[at]);
-    default: return (2 * static_cast<const uint8_t *>(a.x)[pixel * a.x_c + c] - 255) * (1 / 255.0f);
-    }
 }
 
 template <typename T>
@@ -60,7 +49,7 @@ VM_DEVICE void vm_gather(const vm_gather_args &a) {
                 vm_load8(v, static_cast<const T *>(a.x) + (line_of * columns + column) * a.x_pitch + c);
             } else {
                 const size_t pixel = row * a.row_step + column * a.column_step + frame * a.frame_step;
-                for (uint32_t j = 0; j < 8 && c + j < a.x_c; j++) v[j] = vm_video_number(a, pixel, c + j);
+                for (uint32_t j = 0; j < 8 && c + j < a.x_c; j++) v[j] = vm_user_number(a, pixel, c + j);
             }
             const size_t own = ((size_t)row * frames + frame) * columns + column - a.first_factor;
             const float factor = a.factor ? a.factor[own] : 1;
@@ -73,20 +62,6 @@ VM_DEVICE void vm_gather(const vm_gather_args &a) {
             }
         }
         vm_store8(static_cast<T *>(a.out) + (size_t)i * 8, v);
-    }
-}
-
-/* Writes one number into the user's video. Returns: as vm_store_number. */
-VM_DEVICE float vm_store_video(const vm_scatter_args &a, size_t pixel, uint32_t c, float v) {
-    const size_t at = c * a.y_plane + pixel;
-    v = vm_clamped(a.clamp, c, v);
-    switch (a.format) {
-    case VM_F32_NCHW: static_cast<float *>(a.y)[at] = v; return v;
-    case VM_F16_NCHW: return vm_to_float(static_cast<vm_half *>(a.y)[at] = vm_from_float<vm_half>(v));
-    case VM_BF16_NCHW: return vm_to_float(static_cast<vm_bfloat16 *>(a.y)[at] = vm_from_float<vm_bfloat16>(v));
-    default: /* NaN becomes 0 */
-        static_cast<uint8_t *>(a.y)[pixel * a.y_c + c] = (uint8_t)rintf(fminf(fmaxf((v + 1) * 127.5f, 0), 255));
-        return v;
     }
 }
 
@@ -128,7 +103,8 @@ VM_DEVICE void vm_scatter(const vm_scatter_args &a) {
             const size_t pixel = row * a.row_step + column * a.column_step + frame * a.frame_step;
 #pragma unroll
             for (uint32_t j = 0; j < 8; j++)
-                v[j] = c + j < a.y_c ? vm_store_video(a, pixel, c + j, fmaf(v[j], a.out_scale, a.out_shift)) : 0;
+                v[j] = c + j < a.y_c ? vm_store_number(a, a.y_plane, pixel, c + j, fmaf(v[j], a.out_scale, a.out_shift))
+                                     : 0;
         }
 #pragma unroll
         for (uint32_t j = 0; j < 8; j++) finite = finite && isfinite(v[j]);

@@ -154,15 +154,15 @@ vm_status vm_gpu_pixel_norm(vm_gpu *g, const vm_pass *pass, const vm_operands *a
 vm_status vm_gpu_attention(vm_gpu *g, const vm_pass *pass, const vm_operands *at);
 /* frames.c: the same as backend.c's functions, for passes of videos. */
 vm_cut vm_frames_cut(const vm_gpu *g, const vm_pass *pass, bool tight);
-vm_needs vm_frames_needs(const vm_gpu *g, const vm_pass *pass, const vm_limits *limits, vm_manner manner);
+vm_needs vm_frames_needs(const vm_gpu *g, const vm_pass *pass, vm_manner manner);
 /* Returns: whether cuDNN has a convolution to do. */
-bool vm_frames_key(const vm_gpu *g, const vm_pass *pass, const vm_limits *limits, vm_manner manner, vm_conv_key *key);
+bool vm_frames_key(const vm_gpu *g, const vm_pass *pass, vm_manner manner, vm_conv_key *key);
 /* Before the first rows. */
 vm_status vm_frames_begin(vm_gpu *g, const vm_pass *pass, const vm_operands *at);
 /* Rows [row, end) of y. */
-vm_status vm_frames_rows(vm_gpu *g, const vm_pass *pass, const vm_operands *at, const vm_limits *limits, size_t row,
-                         size_t end);
+vm_status vm_frames_rows(vm_gpu *g, const vm_pass *pass, const vm_operands *at, size_t row, size_t end);
 vm_status vm_frames_attention(vm_gpu *g, const vm_pass *pass, const vm_operands *at);
+
 /* backend.c: a pass enqueued on gpu->stream. */
 vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *pass, bool tight);
 vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, vm_manner manner);

@@ -5,18 +5,6 @@
  * threads have neighbouring vectors, then neighbouring pixels: their loads are adjacent. */
 #include "pixels.h"
 
-/* One number of the user's own pixels. */
-VM_DEVICE float vm_user_number(const vm_load_args &a, uint32_t pixel, uint32_t c) {
-    const size_t at = c * a.x_plane + pixel;
-    switch (a.format) {
-    case VM_F32_NCHW: return static_cast<const float *>(a.x)[at];
-    case VM_F16_NCHW: return vm_to_float(static_cast<const vm_half *>(a.x)[at]);
-    case VM_BF16_NCHW: return vm_to_float(static_cast<const vm_bfloat16 *>(a.x)[at]);
-    default: /* v / 127.5 - 1, but the subtraction uses whole numbers, and is exact */
-        return (2 * static_cast<const uint8_t *>(a.x)[(size_t)pixel * a.x_c + c] - 255) * (1 / 255.0f);
-    }
-}
-
 template <typename T, bool ROWS>
 VM_DEVICE void vm_load(const vm_load_args &a) {
     constexpr int AT_ONCE = ROWS ? 8 / sizeof(T) : 1;

@@ -1,4 +1,4 @@
-/* Operations on pixels shared by load, store and our own convolution. */
+/* Operations on pixels that several kernels share. */
 #ifndef VM_PIXELS_H
 #define VM_PIXELS_H
 
@@ -38,11 +38,24 @@ VM_DEVICE void vm_merge_sums(float n, float share, float &mean, float &m2, float
     m2 += fmaf(delta * delta, n * share, b_m2);
 }
 
-/* Writes one number into the user's pixels. Returns: the number as stored or, for bytes, which cannot be infinite, the
- * number before rounding: the caller checks it for overflow. */
+/* Reads one number of the user's pixels. */
 template <typename Args>
-VM_DEVICE float vm_store_number(const Args &a, size_t pixel, uint32_t c, float v) {
-    const size_t at = (size_t)c * a.y_h * a.y_w + pixel;
+VM_DEVICE float vm_user_number(const Args &a, size_t pixel, uint32_t c) {
+    const size_t at = c * a.x_plane + pixel;
+    switch (a.format) {
+    case VM_F32_NCHW: return static_cast<const float *>(a.x)[at];
+    case VM_F16_NCHW: return vm_to_float(static_cast<const vm_half *>(a.x)[at]);
+    case VM_BF16_NCHW: return vm_to_float(static_cast<const vm_bfloat16 *>(a.x)[at]);
+    default: /* v / 127.5 - 1, but the subtraction uses whole numbers, and is exact */
+        return (2 * static_cast<const uint8_t *>(a.x)[pixel * a.x_c + c] - 255) * (1 / 255.0f);
+    }
+}
+
+/* Writes one number into the user's pixels. plane: numbers from channel to channel. Returns: the number as stored or,
+ * for bytes, which cannot be infinite, the number before rounding: the caller checks it for overflow. */
+template <typename Args>
+VM_DEVICE float vm_store_number(const Args &a, size_t plane, size_t pixel, uint32_t c, float v) {
+    const size_t at = c * plane + pixel;
     v = vm_clamped(a.clamp, c, v);
     switch (a.format) {
     case VM_F32_NCHW: static_cast<float *>(a.y)[at] = v; return v;

@@ -127,7 +127,9 @@ VM_DEVICE void vm_store(const vm_store_args &a) {
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; i++)
-                    v[i] = c + i < a.y_c ? vm_store_number(a, y0 + at, c + i, fmaf(v[i], a.out_scale, a.out_shift)) : 0;
+                    v[i] = c + i < a.y_c ? vm_store_number(a, (size_t)a.y_h * a.y_w, y0 + at, c + i,
+                                                           fmaf(v[i], a.out_scale, a.out_shift))
+                                         : 0;
             }
 #pragma unroll
             for (int i = 0; i < 8; i++) {

@@ -35,6 +35,7 @@ else:
     _cuda = _import_cuda()
 
 CONVOLUTIONS = ("auto", "cudnn", "own")
+ATTENTION_CHANNELS = 512  # the most of attention on a GPU: VM_ATTENTION_CHANNELS in kernels/cuda/cuda.h
 CUDA = 2  # DLPack's number for CUDA memory
 LEGACY_STREAM = 1  # CUDA's name for stream 0
 

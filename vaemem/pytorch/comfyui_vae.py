@@ -25,6 +25,7 @@ from vaemem._render import in_gb
 from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
 from vaemem.engine.configs import Arch
+from vaemem.engine.device import ATTENTION_CHANNELS
 from vaemem.engine.vae import VAE
 from vaemem.pipelines.by_comfyui import vae_dtype
 from vaemem.pipelines.components import is_vae, weights_of
@@ -38,8 +39,8 @@ from vaemem.pytorch.decoding import attempt, describe_card
 from vaemem.pytorch.free_memory import count_bytes, first_line, free_cache, no_spilling, release
 from vaemem.pytorch.places import ANYWHERE, Place
 
-# ComfyUI's autoencoders that compute the same as vaemem. Others may have the same tensors, and compute something else.
 _LTX = "VideoVAE"
+# ComfyUI's autoencoders that compute the same as vaemem. Others may have the same tensors, and compute something else.
 _CLASSES = ("AutoencoderKL", "AutoencodingEngine", "WanVAE", "TAESD", _LTX)
 _TILED = ("decode_tiled_", "decode_tiled_1d", "decode_tiled_3d")  # what ComfyUI's decode calls if memory runs out
 
@@ -63,7 +64,7 @@ def recognise(vae: Any) -> Arch:
     try:
         if name in _CLASSES:
             arch = weights.arch_of(module.state_dict())
-            if name != _LTX or _ltx_behaviour(module) == [arch[key] for key in _LTX_SETTINGS]:
+            if name != _LTX or _computes_ltx(module, arch):
                 return arch
             why = " (with other settings than LTX-2's)"
     except ValueError as error:
@@ -72,14 +73,12 @@ def recognise(vae: Any) -> Arch:
     raise ArgumentError("vae", wanted, f"{name}{why}", "use ComfyUI's own node for this one")
 
 
-_LTX_SETTINGS = ("decoder_causal", "decoder_reflects", "encoder_reflects", "family")  # of an architecture
-
-
-def _ltx_behaviour(module: Any) -> list[Any]:
-    """Return what ComfyUI's VAE of LTX does that its tensors do not tell, in the order of `_LTX_SETTINGS`."""
-    mode = module.config.get("spatial_padding_mode")  # the halves have different defaults
-    family = None if module.timestep_conditioning else "ltx"
-    return [module.decoder.causal, mode in (None, "reflect"), mode == "reflect", family]
+def _computes_ltx(module: Any, arch: Arch) -> bool:
+    """Return whether ComfyUI's VAE of LTX has the settings of an architecture that its tensors do not tell."""
+    mode = module.config.get("spatial_padding_mode")  # without one the decoder mirrors, and the encoder does not
+    own = (module.decoder.causal, mode in (None, "reflect"), mode == "reflect")
+    known = (arch["decoder_causal"], arch["decoder_reflects"], arch["encoder_reflects"])
+    return not module.timestep_conditioning and own == known
 
 
 def _is_ltx(arch: Arch) -> bool:
@@ -109,7 +108,7 @@ def _name_type(dtype: Any) -> Any:
 def choose_device(vae: Any, arch: Arch, place: Place = ANYWHERE) -> str:
     """Return where vaemem runs this VAE: "cpu", or a card such as "cuda:0"."""
     widths = arch["block_out_channels"][-1:] + arch.get("decoder_block_out_channels", ())[-1:]
-    if arch["mid_block_add_attention"] and max(widths) > 512:  # Wan 2.2's: more than the attention of a card takes
+    if arch["mid_block_add_attention"] and max(widths) > ATTENTION_CHANNELS:  # Wan 2.2's
         if place.device == "gpu":
             raise ArgumentError("device", f"'cpu' or 'auto' for {arch['name']}, whose attention is too wide", "'gpu'")
         return "cpu"
@@ -220,8 +219,7 @@ def _explain_misfit(vae: Any, whole: Any, arch: Arch, latents: torch.Tensor, man
     count it as free.
     """
     if describe_card(vae.device) is None or _frames_of(latents, arch) > 1 or _is_ltx(arch):
-        # not predicted here for videos
-        return ""
+        return ""  # nothing is predicted for ComfyUI's videos
     packed = 2 if _is_packed(arch) else 1
     height, width = (side * packed * latent_factor(arch) for side in latents.shape[-2:])
     try:
@@ -278,7 +276,7 @@ def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> 
     vaemem decodes on the card within the free memory, or otherwise on the CPU.
     """
     arch = recognise(vae)
-    _frames_of(latents, arch)
+    _frames_of(latents, arch)  # refuses other latents now, not after ComfyUI's run
     whole, notes = _whole(vae), list[str]()
 
     def run() -> tuple[Any, str]:
