@@ -1,13 +1,13 @@
 """Every tile of our own convolution on a GPU, on the passes of a decode and an encode: which is fastest for each.
 
-    python benchmarks/conv_tiles.py [--sizes 1024] [--dtypes bfloat16 float16] [--rounds 9]
+    python benchmarks/conv_tiles.py [--sizes 1024] [--dtypes bfloat16 float16] [--rounds 9] [--channels 96]
 
-The passes are those of SD1.5, SDXL and FLUX at this size, on random numbers: GroupNorm and SiLU on load, bias, residual
-and the next norm's sums, and a shortcut that narrows writes in its input's place. The tiles take turns; a time is that
-of LAUNCHES launches in a row between two CUDA events, by their number, medians of rounds. FLOPs are as computed (after
-2x, four products of nine). `chosen` is the tile that vm_conv_choose takes now: where another is faster, its costs in
-kernels/cuda/cuda.h are wrong. The kernels are what `setup.py build_ext --inplace` has left. Rows go to
-conv_tiles_<gpu>.csv in benchmarks/results.
+The passes are those of SD1.5, SDXL and FLUX at this size, or of a VAE with --channels at full size, on random numbers:
+GroupNorm and SiLU on load, bias, residual and the next norm's sums, and a shortcut that narrows writes in its input's
+place. The tiles take turns; a time is that of LAUNCHES launches in a row between two CUDA events, by their number,
+medians of rounds. FLOPs are as computed (after 2x, four products of nine). `chosen` is the tile that vm_conv_choose
+takes now: where another is faster, its costs in kernels/cuda/cuda.h are wrong. The kernels are what `setup.py build_ext
+--inplace` has left. Rows go to conv_tiles_<gpu>.csv in benchmarks/results.
 
 On the CPU (--device cpu --small) the emulator of the tests runs them, to see that this script does.
 """
@@ -86,8 +86,8 @@ class Pass:
         self.args = ConvArgs(
             **{name: tensor.data_ptr() for name, tensor in self.kept.items()},
             x_h=case.h, x_w=case.w, x_pitch=case.in_c, in_c=case.in_c, y_h=y_h, y_w=y_w, y_pitch=pitch, y_c=y_c,
-            add_pitch=outs, k=k, stride=case.stride, pad=case.pad, up=case.up, act=case.groups > 0 and k > 1,
-            blocked=blocked, clamp=(y_c, 0, 0), out_scale=1, multiply=1, bias_scale=1,
+            add_pitch=outs, k=k, stride=case.stride, pad_y=case.pad, pad_x=case.pad, up=case.up,
+            act=case.groups > 0 and k > 1, blocked=blocked, clamp=(y_c, 0, 0), out_scale=1, multiply=1, bias_scale=1,
         )  # fmt: skip
 
     def tiles(self, most_shared: int) -> list[tuple[int, ...]]:
@@ -99,7 +99,9 @@ class Pass:
             for name, tile in fit.items()
             if tile.stride == self.case.stride
             and name not in left_out
-            and (self.args.blocked or len(name) == 3)
+            and (
+                len(name) == 3 or (self.args.blocked and tile.outs == header().conv_filters(round_up(self.case.out_c)))
+            )
             and (not self.in_place or tile.outs >= self.case.out_c)
         ]
 
@@ -142,7 +144,7 @@ def table(machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
         ran = about(machine, None)
         for dtype in args.dtypes:
             peak = machine.flops(dtype if machine.gpu else "float32")
-            for case in [case for size in args.sizes for case in passes(size, 16 if args.small else 128)]:
+            for case in [case for size in args.sizes for case in passes(size, 16 if args.small else args.channels)]:
                 one = Pass(case, dtype, machine.device, wgmma and case.k == 3)
                 turns = {name: Turn(one, name, launch, most, count) for name in one.tiles(most)}
                 chosen = one.chosen(most, count)
@@ -180,6 +182,7 @@ def show(case: str, dtype: str, lines: list[dict[str, Any]]) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", type=int, default=[1024])
+    parser.add_argument("--channels", type=int, default=128, help="channels at full size")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"], choices=list(SHORT))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--case-seconds", type=float, default=2, help="rounds end then, once there are three")

@@ -49,7 +49,7 @@ def main() -> None:
     for op in args.ops:
         for size in args.sizes:
             height, width = (int(side) for side in (size if "x" in size else f"{size}x{size}").split("x"))
-            for convolution in ("cudnn",) if args.frames > 1 else ("cudnn", "own"):
+            for convolution in ("cudnn", "own"):
                 vae = vaemem.VAE.random(
                     args.model, device="cuda", dtype="bfloat16", parts=f"{op}r", convolution=convolution,
                     videos=args.frames > 1 or None,

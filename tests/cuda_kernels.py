@@ -8,7 +8,7 @@ import ctypes
 import functools
 import mmap
 import tempfile
-from ctypes import POINTER, c_float, c_int, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import cuda_driver
@@ -114,7 +114,11 @@ class ConvArgs(Args):
         *((name, c_uint32) for name in ("y_h", "y_w", "y_pitch", "y_c", "add_pitch")),
         *((name, c_uint32) for name in ("first_item", "items", "first_factor")),
         *((name, Ring) for name in ("x_ring", "y_ring", "add_ring")),
-        *((name, c_uint32) for name in ("k", "stride", "pad", "up", "act", "relu", "blocked", "format")),
+        *((name, c_uint32) for name in ("k", "stride", "pad_y", "pad_x", "up", "act", "relu", "blocked")),
+        *((name, c_uint32) for name in ("x_c", "x_rows", "held", "mirrored")),
+        ("y_plane", c_uint64),
+        *((name, c_int64) for name in ("row_step", "column_step", "frame_step")),
+        ("format", c_uint32),
         ("clamp", Clamp),
         *((name, c_float) for name in ("out_scale", "out_shift", "multiply", "bias_scale")),
     )
@@ -156,6 +160,7 @@ int conv_tile_fits(vm_conv_tile t) { return vm_conv_tile_fits(t); }
 const uint32_t conv_kinds = VM_CONV_ALL_KINDS;
 uint32_t conv_parts(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_parts(a, t); }
 uint32_t conv_items(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_items(a, t); }
+uint32_t conv_filters(uint32_t outs) { return vm_conv_filters(outs); }
 uint32_t conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t n) { return vm_conv_grid(a, t, n); }
 """
 
@@ -198,13 +203,14 @@ def conv_tiles(most=SM_90):
 def in_blocks(w):
     """Filters [phase][out][k][k][in] as cuda.h's vm_conv_filter_at has them; zeros beyond out and in."""
     phases, outs, k, _, channels = w.shape
-    tiles, chunks = -(-outs // 128), -(-channels // 64)
-    whole = np.zeros((phases, tiles * 128, k * k, chunks * 64), w.dtype)
+    each = header().conv_filters(outs)
+    tiles, chunks = -(-outs // each), -(-channels // 64)
+    whole = np.zeros((phases, tiles * each, k * k, chunks * 64), w.dtype)
     whole[:, :outs, :, :channels] = w.reshape(phases, outs, k * k, channels)
-    n = np.arange(128)
+    n = np.arange(each)
     column = n // 16 * 16 + n // 2 % 2 * 8 + n % 16 // 4 * 2 + n % 2
     # phase, tile, out, tap, chunk, plane, channel -> phase, tile, chunk, tap, plane, column, channel
-    apart = whole.reshape(phases, tiles, 128, k * k, chunks, 8, 8).transpose(0, 1, 4, 3, 5, 2, 6)
+    apart = whole.reshape(phases, tiles, each, k * k, chunks, 8, 8).transpose(0, 1, 4, 3, 5, 2, 6)
     blocks = np.empty_like(apart, order="C")
     blocks[:, :, :, :, :, column] = apart
     return blocks
@@ -212,7 +218,7 @@ def in_blocks(w):
 
 def conv_kernel(dtype, name):
     """The kernel of a tile."""
-    return f"vm_conv_{dtype}_wgmma" if len(name) > 3 else "vm_conv_{}_{}x{}_{}".format(dtype, *name)
+    return f"vm_conv_{dtype}_wgmma_{name[1]}" if len(name) > 3 else "vm_conv_{}_{}x{}_{}".format(dtype, *name)
 
 
 def number(dtype):

@@ -146,6 +146,15 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
         VM_SHARED(char, shared);                                                                                    \
         vm_convolve<T, vm_conv_shape<rows, outs, stride, warps, across, stages>>(a, shared);                        \
     }
+/* Of the tile that knows the user's pixels, the kernel for videos too. */
+#define VM_CONV_VIDEO(type, T)                                                           \
+    VM_KERNEL __launch_bounds__(256, 2) vm_conv_##type##_16x16_1_video(vm_conv_args a) { \
+        VM_SHARED(char, shared);                                                         \
+        vm_convolve<T, vm_conv_shape<16, VM_BLOCK, 1, 8, 1, 4, true>>(a, shared);        \
+    }
+VM_CONV_VIDEO(f16, vm_half)
+VM_CONV_VIDEO(bf16, vm_bfloat16)
+
 #define VM_CONV_BOTH(rows, outs, stride, warps, across, stages, resident, cost) \
     VM_CONV(f16, vm_half, rows, outs, stride, warps, across, stages, resident)  \
     VM_CONV(bf16, vm_bfloat16, rows, outs, stride, warps, across, stages, resident)

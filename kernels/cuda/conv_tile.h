@@ -7,9 +7,10 @@
 typedef uint64_t __attribute__((may_alias)) vm_long; /* four numbers */
 
 /* The shape of a kernel; cuda.h lists them. A warp has M tile rows of 16 pixels by N times 8 channels. */
-template <int ROWS_, int OUTS_, int STRIDE_, int WARPS, int ACROSS_, int STAGES_>
+template <int ROWS_, int OUTS_, int STRIDE_, int WARPS, int ACROSS_, int STAGES_, bool VIDEO_ = false>
 struct vm_conv_shape {
     static constexpr int ROWS = ROWS_, OUTS = OUTS_, STRIDE = STRIDE_, STAGES = STAGES_;
+    static constexpr bool VIDEO = VIDEO_;
     static constexpr int THREADS = WARPS * 32, ACROSS = ACROSS_, DOWN = WARPS / ACROSS;
     VM_DEVICE void meet() { __syncthreads(); } /* the threads of a tile wait for each other */
     static constexpr int M = ROWS / DOWN, N = OUTS / ACROSS / 8;
@@ -25,9 +26,10 @@ struct vm_conv_shape {
     static_assert(SUMS + DOWN * (2 * OUTS + 4) * 4 == VM_CONV_SHARED(ROWS, OUTS, STRIDE, DOWN, STAGES), "as cuda.h");
 };
 
-/* A block's unit of work: a tile of pixels (with up, of x) and some channels. */
+/* A block's unit of work: a tile of pixels (with up, of x) and some channels. plane: the row of a video's y; `row` is a
+ * frame then. */
 struct vm_conv_item {
-    uint32_t part, phase, row, column, out;
+    uint32_t part, phase, row, column, out, plane;
 };
 
 /* item: among those to be computed. */
@@ -36,19 +38,68 @@ VM_DEVICE vm_conv_item vm_conv_item_of(const vm_conv_args &a, uint32_t item) {
     item += a.first_item;
     const uint32_t outs = (a.y_c + S::OUTS - 1) / S::OUTS;
     const uint32_t columns = ((a.up ? a.x_w : a.y_w) + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS;
-    const uint32_t part = item / outs, tile = a.up ? part / 4 : part;
-    return {part, a.up ? part % 4 : 0, tile / columns * S::ROWS, tile % columns * VM_CONV_COLUMNS,
-            item % outs * S::OUTS};
+    const uint32_t part = item / outs, tile = a.up ? part / 4 : part, row = tile / columns;
+    const uint32_t rows = S::VIDEO ? (a.y_h + S::ROWS - 1) / S::ROWS : 0;
+    return {part,
+            a.up ? part % 4 : 0,
+            (S::VIDEO ? row % rows : row) * S::ROWS,
+            tile % columns * VM_CONV_COLUMNS,
+            item % outs * S::OUTS,
+            S::VIDEO ? row / rows : 0};
 }
 
 /* ---- x ---- */
 
+/* What a vector of the filters' channels meets: x's channel c, and where the row of a video begins, in pixels of x
+ * and of a.factor. some: there is such a channel and row. */
+struct vm_conv_source {
+    uint32_t c;
+    bool some;
+    size_t x, factor;
+};
+
+template <typename S>
+VM_DEVICE vm_conv_source vm_conv_source_of(const vm_conv_args &a, uint32_t plane, uint32_t channel) {
+    if (!S::VIDEO) return {channel, channel < a.in_c, 0, 0};
+    const uint32_t slice = channel / a.x_c;
+    int32_t row = (int32_t)(plane + slice) - 1;
+    if (a.mirrored) row = vm_mirrored(row, (int32_t)a.x_rows);
+    const bool some = channel < a.in_c && (uint32_t)row < a.x_rows;
+    const size_t pixels = (size_t)a.x_h * a.x_w;
+    return {channel - slice * a.x_c, some, some ? vm_ring_row(a.x_ring, row) * pixels : 0, some ? row * pixels : 0};
+}
+
+/* Returns: whether x has the pixel. Of a video's, y and x become those of the one that stands for it. */
+template <typename S>
+VM_DEVICE bool vm_conv_within(const vm_conv_args &a, uint32_t &y, uint32_t &x) {
+    if constexpr (S::VIDEO) {
+        if (a.held) y = (uint32_t)max(min((int32_t)y, (int32_t)a.x_h - 1), 0);
+        if (a.mirrored) x = (uint32_t)vm_mirrored((int32_t)x, (int32_t)a.x_w);
+    }
+    return y < a.x_h && x < a.x_w;
+}
+
+/* Returns: the number of the pixel in x. */
+template <typename S>
+VM_DEVICE size_t vm_conv_x_pixel(const vm_conv_args &a, const vm_conv_source &from, uint32_t y, uint32_t x) {
+    return S::VIDEO ? from.x + y * a.x_w + x : (size_t)vm_ring_row(a.x_ring, y) * a.x_w + x;
+}
+template <typename S>
+VM_DEVICE float vm_conv_factor(const vm_conv_args &a, const vm_conv_source &from, uint32_t y, uint32_t x) {
+    return a.factor[from.factor + (size_t)y * a.x_w + x - a.first_factor];
+}
+
 /* The chunk whose copy was begun last; `item` is beyond the last one if there is none. A thread copies, then
  * transforms, one vector of the chunk's channels at every STEPth pixel. */
 struct vm_conv_input {
-    uint32_t item, chunk;
+    uint32_t item, chunk, plane;
     int32_t top, left;
 };
+
+template <typename S>
+VM_DEVICE vm_conv_source vm_conv_source_of(const vm_conv_args &a, const vm_conv_input &in) {
+    return vm_conv_source_of<S>(a, in.plane, in.chunk * VM_CONV_CHUNK + threadIdx.x % S::VECTORS * 8);
+}
 
 template <typename S>
 VM_DEVICE void vm_conv_input_at(const vm_conv_args &a, vm_conv_input &in, uint32_t item, uint32_t items) {
@@ -56,8 +107,9 @@ VM_DEVICE void vm_conv_input_at(const vm_conv_args &a, vm_conv_input &in, uint32
     in.chunk = 0;
     if (item >= items) return;
     const vm_conv_item at = vm_conv_item_of<S>(a, item);
-    in.top = (int32_t)(at.row * S::STRIDE + at.phase / 2) - (int32_t)a.pad;
-    in.left = (int32_t)(at.column * S::STRIDE + at.phase % 2) - (int32_t)a.pad;
+    in.plane = at.plane;
+    in.top = (int32_t)(at.row * S::STRIDE + at.phase / 2) - (int32_t)a.pad_y;
+    in.left = (int32_t)(at.column * S::STRIDE + at.phase % 2) - (int32_t)a.pad_x;
 }
 
 /* The thread's i-th vector. */
@@ -75,45 +127,47 @@ VM_DEVICE uint32_t vm_conv_place(uint32_t row, uint32_t column, uint32_t vector)
 }
 
 template <typename S>
-VM_DEVICE vm_conv_vector vm_conv_vector_of(const vm_conv_args &a, const vm_conv_input &in, int i) {
+VM_DEVICE vm_conv_vector vm_conv_vector_of(const vm_conv_args &a, const vm_conv_input &in, const vm_conv_source &from,
+                                           int i) {
     const uint32_t pixel = i * S::STEP + threadIdx.x / S::VECTORS, row = pixel / S::WIDTH, column = pixel % S::WIDTH;
-    const uint32_t v = threadIdx.x % S::VECTORS, y = in.top + row, x = in.left + column;
+    const uint32_t v = threadIdx.x % S::VECTORS;
+    uint32_t y = in.top + row, x = in.left + column;
     const bool any = row < (S::ROWS - 1) * S::STRIDE + a.k && column < (VM_CONV_COLUMNS - 1) * S::STRIDE + a.k;
-    return {vm_conv_place<S>(row, column, v), y, x, any,
-            any && y < a.x_h && x < a.x_w && in.chunk * VM_CONV_CHUNK + v * 8 < a.in_c};
+    const bool some = any && vm_conv_within<S>(a, y, x) && from.some;
+    return {vm_conv_place<S>(row, column, v), y, x, any, some};
 }
 
 template <typename T, typename S>
 VM_DEVICE void vm_conv_fetch_input(const vm_conv_args &a, const vm_conv_input &in, char *to) {
     const T *const x = static_cast<const T *>(a.x);
-    const uint32_t c = in.chunk * VM_CONV_CHUNK + threadIdx.x % S::VECTORS * 8;
+    const vm_conv_source from = vm_conv_source_of<S>(a, in);
 #pragma unroll 4
     for (int i = 0; i < S::EACH; i++) {
-        const vm_conv_vector v = vm_conv_vector_of<S>(a, in, i);
-        const size_t pixel = (size_t)vm_ring_row(a.x_ring, v.y) * a.x_w + v.x;
-        if (v.any) vm_copy_async(to + v.at, v.some ? x + pixel * a.x_pitch + c : x, v.some);
+        const vm_conv_vector v = vm_conv_vector_of<S>(a, in, from, i);
+        const size_t pixel = vm_conv_x_pixel<S>(a, from, v.y, v.x);
+        if (v.any) vm_copy_async(to + v.at, v.some ? x + pixel * a.x_pitch + from.c : x, v.some);
     }
 }
 
 /* Normalises and activates in place the thread's own vectors [from, to), which must have arrived. */
 template <typename T, typename S>
 VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in, char *chunk, int from, int to) {
-    const uint32_t c = in.chunk * VM_CONV_CHUNK + threadIdx.x % S::VECTORS * 8;
-    if (c >= a.in_c) return;
+    const vm_conv_source source = vm_conv_source_of<S>(a, in);
+    if (!source.some) return;
     float scale[8], shift[8];
     if (a.scale) {
-        vm_load8(scale, a.scale + c);
-        vm_load8(shift, a.shift + c);
+        vm_load8(scale, a.scale + source.c);
+        vm_load8(shift, a.shift + source.c);
     } else {
 #pragma unroll
         for (int j = 0; j < 8; j++) scale[j] = 1, shift[j] = 0;
     }
 #pragma unroll 1
     for (int i = from; i < to; i++) {
-        const vm_conv_vector at = vm_conv_vector_of<S>(a, in, i);
+        const vm_conv_vector at = vm_conv_vector_of<S>(a, in, source, i);
         if (!at.some) continue; /* zeros stay zeros */
         T *const p = reinterpret_cast<T *>(chunk + at.at);
-        const float factor = a.factor ? a.factor[(size_t)at.y * a.x_w + at.x - a.first_factor] : 1;
+        const float factor = a.factor ? vm_conv_factor<S>(a, source, at.y, at.x) : 1;
         float v[8];
         vm_load8(v, p);
 #pragma unroll
@@ -166,19 +220,19 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
     const T *const w = static_cast<const T *>(a.w);
     /* vm_conv_choose ensures that the filters' numbers fit in 32 bits. In blocks, only rows and planes move within the
      * loop; a tile with more outs than a block continues in the next tile's blocks. */
-    const uint32_t chunks = (a.in_c + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK;
-    const uint32_t step = taps * a.in_c, next = chunks * taps * VM_CONV_FILTER_BLOCK;
+    const uint32_t chunks = (a.in_c + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK, wide = vm_conv_filters(outs);
+    const uint32_t step = taps * a.in_c, next = chunks * taps * wide * VM_CONV_CHUNK;
     const uint32_t from = a.blocked ? (uint32_t)vm_conv_filter_at(outs, a.in_c, taps, f.phase, f.out, f.tap, c) -
-                                          vm_conv_filter_column(f.out % VM_CONV_FILTERS) * 8
+                                          vm_conv_filter_column(f.out % wide) * 8
                                     : (f.phase * outs + f.out + first) * step + f.tap * a.in_c + c;
-    const uint32_t in_block = f.out % VM_CONV_FILTERS + first;
+    const uint32_t in_block = f.out % wide + first;
 #pragma unroll
     for (int i = 0; i < S::OUTS; i += S::STEP) {
         const uint32_t row = i + first, of = in_block + i;
         if (S::OUTS % S::STEP && row >= S::OUTS) break;
         const bool some = f.out + row < outs && c < a.in_c;
-        const uint32_t further =
-            a.blocked ? of / VM_CONV_FILTERS * next + vm_conv_filter_column(of % VM_CONV_FILTERS) * 8 : i * step;
+        const uint32_t tile = wide == 96 ? of / 96 : of / VM_CONV_FILTERS;
+        const uint32_t further = a.blocked ? tile * next + vm_conv_filter_column(of - tile * wide) * 8 : i * step;
         vm_copy_async(to + vm_conv_filter_place<S>(row, v), w + (some ? from + further : 0), some);
     }
     if (++f.tap < taps) return;
@@ -188,6 +242,14 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
 }
 
 /* ---- y ---- */
+
+/* Returns: the number of the item's pixel in y, or in the residual. */
+template <typename S>
+VM_DEVICE size_t vm_conv_y_pixel(const vm_conv_args &a, vm_ring_rows ring, const vm_conv_item &at, uint32_t row,
+                                 uint32_t column) {
+    const size_t line = S::VIDEO ? (size_t)vm_ring_row(ring, at.plane) * a.y_h + row : vm_ring_row(ring, row);
+    return line * a.y_w + column;
+}
 
 /* Prefetches the item's residual into the L2 cache. */
 template <typename T, typename S>
@@ -199,7 +261,7 @@ VM_DEVICE void vm_conv_prefetch(const vm_conv_args &a, const vm_conv_item &at) {
         const uint32_t row = (at.row + pixel / VM_CONV_COLUMNS) * step + at.phase / 2;
         const uint32_t column = (at.column + pixel % VM_CONV_COLUMNS) * step + at.phase % 2;
         if (row >= a.y_h || column >= a.y_w) continue;
-        const size_t from_pixel = (size_t)vm_ring_row(a.add_ring, row) * a.y_w + column;
+        const size_t from_pixel = vm_conv_y_pixel<S>(a, a.add_ring, at, row, column);
         const T *const from = static_cast<const T *>(a.add) + from_pixel * a.add_pitch + at.out;
 #pragma unroll 1
         for (uint32_t c = 0; c < S::OUTS && at.out + c < a.y_c; c += LINE) vm_prefetch(from + c);
@@ -235,16 +297,17 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
     const T *const add = static_cast<const T *>(a.add);
     T *const y = static_cast<T *>(a.y);
 
-    const auto pixel_of = [&](int r, vm_ring_rows ring, bool &some) {
+    const auto pixel_of = [&](int r, vm_ring_rows ring, bool &some, bool of_user) {
         const uint32_t row = (row0 + r / 2) * step + at.phase / 2;
         const uint32_t column = (at.column + lane / 4 + r % 2 * 8) * step + at.phase % 2;
         some = WHOLE || (row < a.y_h && column < a.y_w);
-        return (size_t)vm_ring_row(ring, row) * a.y_w + column;
+        return of_user ? (size_t)(at.plane * a.row_step + row * a.frame_step + column * a.column_step)
+                       : vm_conv_y_pixel<S>(a, ring, at, row, column);
     };
     uint32_t more[2][S::N / 2][2] = {};
     const auto fetch = [&](int r) {
         bool some;
-        const size_t from = pixel_of(r, a.add_ring, some) * a.add_pitch + out + mine;
+        const size_t from = pixel_of(r, a.add_ring, some, false) * a.add_pitch + out + mine;
 #pragma unroll
         for (int n = 0; n < S::N / 2; n++)
             if (WHOLE || (some && out + n * 16 < outs)) {
@@ -260,7 +323,7 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
 #pragma unroll
     for (int r = 0; r < 2 * S::M; r++) {
         bool some;
-        const size_t pixel = pixel_of(r, a.y_ring, some);
+        const size_t pixel = pixel_of(r, a.y_ring, some, PIXELS && S::VIDEO);
         if (add && r + 1 < 2 * S::M) fetch(r + 1);
 #pragma unroll
         for (int n = 0; n < S::N; n += 2) {
@@ -284,7 +347,7 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
                 for (int e = 0; e < 4; e++) {
                     const uint32_t c = out + vm_conv_channel(2 * n + e);
                     const float scaled = fmaf(v[e / 2][e % 2], a.out_scale, a.out_shift);
-                    const size_t plane = (size_t)a.y_h * a.y_w;
+                    const size_t plane = S::VIDEO ? a.y_plane : (size_t)a.y_h * a.y_w;
                     v[e / 2][e % 2] = some && c < a.y_c ? vm_store_number(a, plane, pixel, c, scaled) : 0;
                     nonfinite = fmaf(v[e / 2][e % 2], 0.0f, nonfinite);
                 }
@@ -324,7 +387,8 @@ VM_DEVICE void vm_conv_measure(const vm_conv_args &a, const float (&d)[S::M][S::
     const float over = pixels > 0 ? 1 / pixels : 0;
     /* sums: [DOWN] counts, then means and deviations of each. At most 16 of a lane's channels are summed at a time: all
      * of them would need more registers than there are. */
-    constexpr int PIECES = S::N > 8 ? S::N / 8 : 1, COUNT = 2 * S::N / PIECES, KEPT = COUNT >= 8 ? COUNT / 8 : 1;
+    constexpr int PIECES = S::N > 8 ? S::N / (S::N % 8 ? 4 : 8) : 1, COUNT = 2 * S::N / PIECES,
+                  KEPT = COUNT >= 8 ? COUNT / 8 : 1;
     const uint32_t first = lane / 4 * COUNT / 8; /* of the lane's COUNT channels, the first that it keeps */
     float *const mine = sums + S::DOWN * 4 + down * 2 * S::OUTS;
 #pragma unroll

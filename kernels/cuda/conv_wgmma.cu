@@ -1,27 +1,36 @@
 /* conv_wgmma: computes the same as conv.cu, for stride 1, on Hopper GPUs. Their tensor cores read both factors from
  * shared memory.
  *
- * A block has four warpgroups. The first two multiply: each has 8 of the tile's 16 rows, as two products of 64 pixels
- * (8 rows by 8 columns) by 128 channels, and ends its rows as conv.cu does. They share x and filters but do not wait
- * for each other, so one may multiply while the other adds, rounds, stores and measures. In the other two, one thread
- * has filters copied into a ring, one tap of a chunk after another, and seven warps normalise and activate chunks of 64
- * channels of x with their halo.
+  * A block has four warpgroups. The first two multiply: each has 8 of the tile's 16 rows, as two products of 64 pixels
+  * (8 rows by 8 columns) by 128 or 96 channels, and ends its rows as conv.cu does. They share x and filters but do not
+  * wait for each other, so one may multiply while the other adds, rounds, stores and measures. In the other two, one
+  * thread has filters copied into a ring, one tap of a chunk after another, and seven warps normalise and activate
+  * chunks of 64 channels of x with their halo.
  *
  *   full_x, empty_x: two chunks of x           full_w, empty_w: the slots of the ring
  *   x        [8 planes][18][18][8 channels]    a tap's pixels are 16 bytes apart in a row,
- *   filter   [8 planes][128][8 channels]       and rows 288: no other copy is made of them */
+ *   filter   [8 planes][128][8 channels]       and rows 288: no other copy is made of them
+ *
+ * A video's 3x3x3 convolution has pictures of frames and columns, and the channels of three rows. With 96 channels they
+ * are four and a half chunks: only the channels that there are get multiplied. */
 #include "conv_tile.h"
 
 #ifdef VM_HAS_WGMMA
 
 /* One of the two warpgroups' part of a tile, in the terms of conv_tile.h's shapes. */
+template <int OUTS_, bool VIDEO_>
 struct vm_wgmma_shape {
-    static constexpr int ROWS = 8, OUTS = 128, STRIDE = 1, THREADS = 128, ACROSS = 1, DOWN = 4, M = 2, N = 16;
+    static constexpr int ROWS = 8, OUTS = OUTS_, STRIDE = 1, THREADS = 128, ACROSS = 1, DOWN = 4, M = 2, N = OUTS / 8;
+    static constexpr bool VIDEO = VIDEO_;
     VM_DEVICE void meet() { vm_meet_some<THREADS>(1 + threadIdx.x / THREADS); }
-};
-/* The tile that both share. */
-struct vm_wgmma_tile {
-    static constexpr int ROWS = 16, OUTS = 128;
+    /* The tile that both share. */
+    struct tile {
+        static constexpr int ROWS = 16, OUTS = OUTS_;
+        static constexpr bool VIDEO = VIDEO_;
+    };
+    /* Bytes of a plane of filters, and of a slot of the ring. */
+    static constexpr uint32_t PLANE = OUTS * 16, FILTER = OUTS * VM_CONV_CHUNK * 2;
+    static_assert(FILTER <= VM_WGMMA_FILTER, "as cuda.h");
 };
 
 enum {
@@ -29,8 +38,7 @@ enum {
     VM_WGMMA_PIXELS = VM_WGMMA_WIDTH * 18,
     VM_WGMMA_PLANES = VM_CONV_CHUNK / 8,
     VM_WGMMA_INPUT = VM_WGMMA_PLANES * VM_WGMMA_PLANE,
-    VM_WGMMA_OUT = VM_CONV_FILTERS * 16, /* bytes of a plane of filters */
-    VM_WGMMA_RING = 2 * VM_WGMMA_INPUT,  /* a multiple of 128 */
+    VM_WGMMA_RING = 2 * VM_WGMMA_INPUT, /* a multiple of 128 */
     VM_WGMMA_SUMS = VM_WGMMA_RING + VM_WGMMA_STAGES * VM_WGMMA_FILTER,
     VM_WGMMA_GROUP_SUMS = 4 * (2 * 128 + 4) * 4,
     VM_WGMMA_BARRIERS = VM_WGMMA_SUMS + 2 * VM_WGMMA_GROUP_SUMS,
@@ -59,44 +67,49 @@ struct vm_wgmma_barriers {
 
 /* ---- the warps that prepare x ---- */
 
-/* A chunk of x with its halo: its origin in x, and the thread's plane. */
+/* A chunk of x with its halo: its origin in x, and what the thread's plane meets. */
 struct vm_wgmma_chunk {
     int32_t top, left;
-    uint32_t c; /* the first of the thread's eight channels */
+    uint32_t plane; /* of a video's y */
+    vm_conv_source from;
 };
 
 /* Returns: whether the thread has number i of the chunk's pixels, and its place in x. */
+template <typename S>
 VM_DEVICE bool vm_wgmma_pixel(const vm_conv_args &a, const vm_wgmma_chunk &at, uint32_t i, uint32_t &y, uint32_t &x) {
     const uint32_t row = i / VM_WGMMA_WIDTH, column = i % VM_WGMMA_WIDTH;
     y = at.top + row;
     x = at.left + column;
-    return row < 15 + a.k && column < VM_CONV_COLUMNS - 1 + a.k && y < a.x_h && x < a.x_w && at.c < a.in_c;
+    const bool within = vm_conv_within<S>(a, y, x);
+    return row < 15 + a.k && column < VM_CONV_COLUMNS - 1 + a.k && within && at.from.some;
 }
 
-/* The change to a chunk. SILU, with a norm, is the most frequent: no choice at each number. */
+/* The change to a chunk. SILU, with a norm, is the most frequent: no choice at each number. A video's norm is one of
+ * pixels, an image's is one of groups then. */
 enum vm_wgmma_change { VM_WGMMA_COPY, VM_WGMMA_SILU, VM_WGMMA_ANY };
 
-/* Prefetches the next chunk into the L2 cache. */
-template <typename T>
+/* Prefetches the chunk that begins with channel c into the L2 cache. */
+template <typename T, typename S>
 VM_DEVICE void vm_wgmma_prefetch(const vm_conv_args &a, vm_wgmma_chunk at, uint32_t c, uint32_t thread) {
-    at.c = c;
+    at.from = vm_conv_source_of<S>(a, at.plane, c);
     for (uint32_t i = thread; i < VM_WGMMA_PIXELS; i += VM_WGMMA_INPUTS) {
         uint32_t y, x;
-        if (!vm_wgmma_pixel(a, at, i, y, x)) continue;
-        vm_prefetch(static_cast<const T *>(a.x) + ((size_t)vm_ring_row(a.x_ring, y) * a.x_w + x) * a.x_pitch + c);
+        if (!vm_wgmma_pixel<S>(a, at, i, y, x)) continue;
+        vm_prefetch(static_cast<const T *>(a.x) + vm_conv_x_pixel<S>(a, at.from, y, x) * a.x_pitch + at.from.c);
     }
 }
 
 /* Waits until the chunk's place is empty, after prefetching its first numbers. */
-template <typename T, vm_wgmma_change CHANGE>
+template <typename T, typename S, vm_wgmma_change CHANGE>
 VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, uint32_t first, char *to,
                               uint64_t *empty, uint32_t parity) {
     constexpr int BATCH = CHANGE == VM_WGMMA_COPY ? 6 : 4; /* vectors that a thread loads at a time */
-    const T *const from = static_cast<const T *>(a.x) + at.c;
+    constexpr bool FACTORS = CHANGE == VM_WGMMA_ANY || (CHANGE == VM_WGMMA_SILU && S::VIDEO);
+    const T *const from = static_cast<const T *>(a.x) + at.from.c;
     float scale[8], shift[8];
-    if (CHANGE != VM_WGMMA_COPY && a.scale && at.c < a.in_c) {
-        vm_load8(scale, a.scale + at.c);
-        vm_load8(shift, a.shift + at.c);
+    if (CHANGE != VM_WGMMA_COPY && a.scale && at.from.some) {
+        vm_load8(scale, a.scale + at.from.c);
+        vm_load8(shift, a.shift + at.from.c);
     } else {
 #pragma unroll
         for (int j = 0; j < 8; j++) scale[j] = 1, shift[j] = 0;
@@ -109,8 +122,8 @@ VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, u
         for (int u = 0; u < BATCH; u++) {
             uint32_t y, x;
             got[u] = {0, 0, 0, 0};
-            if (vm_wgmma_pixel(a, at, i + u * VM_WGMMA_STEP, y, x)) {
-                got[u] = vm_load16(from + ((size_t)vm_ring_row(a.x_ring, y) * a.x_w + x) * a.x_pitch);
+            if (vm_wgmma_pixel<S>(a, at, i + u * VM_WGMMA_STEP, y, x)) {
+                got[u] = vm_load16(from + vm_conv_x_pixel<S>(a, at.from, y, x) * a.x_pitch);
                 some |= 1u << u;
             }
         }
@@ -127,10 +140,10 @@ VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, u
             vm_unpack<T>(v + 2, got[u].y);
             vm_unpack<T>(v + 4, got[u].z);
             vm_unpack<T>(v + 6, got[u].w);
-            if (CHANGE == VM_WGMMA_ANY && a.factor && some >> u & 1) {
+            if (FACTORS && a.factor && some >> u & 1) {
                 uint32_t y, x;
-                vm_wgmma_pixel(a, at, pixel, y, x);
-                const float factor = a.factor[(size_t)y * a.x_w + x - a.first_factor];
+                vm_wgmma_pixel<S>(a, at, pixel, y, x);
+                const float factor = vm_conv_factor<S>(a, at.from, y, x);
 #pragma unroll
                 for (int j = 0; j < 8; j++) v[j] *= factor;
             }
@@ -146,34 +159,37 @@ VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, u
     }
 }
 
-template <typename T>
+template <typename T, typename S>
 VM_DEVICE void vm_wgmma_prepare(const vm_conv_args &a, char *shared, const vm_wgmma_barriers &bars) {
     const uint32_t thread = threadIdx.x - (VM_WGMMA_THREADS - VM_WGMMA_INPUTS);
     const uint32_t plane = thread % VM_WGMMA_PLANES, first = thread / VM_WGMMA_PLANES;
     const bool changes = a.scale || a.multiply != 1 || a.act;
-    const bool silu = a.act == VM_ACT_SILU && a.multiply == 1 && !a.factor;
+    const bool silu = a.act == VM_ACT_SILU && a.multiply == 1 && (S::VIDEO || !a.factor);
     vm_wgmma_turn<2> turn;
     const auto chunk_of = [&](uint32_t item) {
-        const vm_conv_item of = vm_conv_item_of<vm_wgmma_tile>(a, item);
-        return vm_wgmma_chunk{(int32_t)(of.row + of.phase / 2) - (int32_t)a.pad,
-                              (int32_t)(of.column + of.phase % 2) - (int32_t)a.pad, plane * 8};
+        const vm_conv_item of = vm_conv_item_of<typename S::tile>(a, item);
+        return vm_wgmma_chunk{(int32_t)(of.row + of.phase / 2) - (int32_t)a.pad_y,
+                              (int32_t)(of.column + of.phase % 2) - (int32_t)a.pad_x,
+                              of.plane,
+                              {}};
     };
     for (uint32_t item = blockIdx.x; item < a.items; item += gridDim.x) {
         vm_wgmma_chunk at = chunk_of(item);
 #pragma unroll 1
-        for (uint32_t c = 0; c < a.in_c; c += VM_CONV_CHUNK, at.c += VM_CONV_CHUNK) {
+        for (uint32_t c = 0; c < a.in_c; c += VM_CONV_CHUNK) {
             if (c + VM_CONV_CHUNK < a.in_c)
-                vm_wgmma_prefetch<T>(a, at, c + VM_CONV_CHUNK, thread);
+                vm_wgmma_prefetch<T, S>(a, at, c + VM_CONV_CHUNK, thread);
             else if (item + gridDim.x < a.items)
-                vm_wgmma_prefetch<T>(a, chunk_of(item + gridDim.x), 0, thread);
+                vm_wgmma_prefetch<T, S>(a, chunk_of(item + gridDim.x), 0, thread);
+            at.from = vm_conv_source_of<S>(a, at.plane, c + plane * 8);
             char *const to = shared + turn.at * VM_WGMMA_INPUT + plane * VM_WGMMA_PLANE;
             uint64_t *const empty = bars.empty_x + turn.at;
             if (!changes)
-                vm_wgmma_input<T, VM_WGMMA_COPY>(a, at, first, to, empty, turn.parity ^ 1);
+                vm_wgmma_input<T, S, VM_WGMMA_COPY>(a, at, first, to, empty, turn.parity ^ 1);
             else if (silu)
-                vm_wgmma_input<T, VM_WGMMA_SILU>(a, at, first, to, empty, turn.parity ^ 1);
+                vm_wgmma_input<T, S, VM_WGMMA_SILU>(a, at, first, to, empty, turn.parity ^ 1);
             else
-                vm_wgmma_input<T, VM_WGMMA_ANY>(a, at, first, to, empty, turn.parity ^ 1);
+                vm_wgmma_input<T, S, VM_WGMMA_ANY>(a, at, first, to, empty, turn.parity ^ 1);
             vm_fence_async();
             vm_barrier_arrive(bars.full_x + turn.at);
             turn.next();
@@ -183,20 +199,20 @@ VM_DEVICE void vm_wgmma_prepare(const vm_conv_args &a, char *shared, const vm_wg
 
 /* ---- the thread that copies filters ---- */
 
+template <typename S>
 VM_DEVICE void vm_wgmma_filters(const vm_conv_args &a, char *shared, const vm_wgmma_barriers &bars) {
     const uint32_t taps = a.k * a.k, blocks = (a.in_c + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK * taps;
     const uint32_t outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
     vm_wgmma_turn<VM_WGMMA_STAGES> turn;
     for (uint32_t item = blockIdx.x; item < a.items; item += gridDim.x) {
-        const vm_conv_item at = vm_conv_item_of<vm_wgmma_tile>(a, item);
+        const vm_conv_item at = vm_conv_item_of<typename S::tile>(a, item);
         const char *from =
             static_cast<const char *>(a.w) + 2 * vm_conv_filter_at(outs, a.in_c, taps, at.phase, at.out, 0, 0);
 #pragma unroll 1
-        for (uint32_t block = 0; block < blocks; block++, from += VM_WGMMA_FILTER) {
+        for (uint32_t block = 0; block < blocks; block++, from += S::FILTER) {
             vm_barrier_wait(bars.empty_w + turn.at, turn.parity ^ 1);
-            vm_barrier_expect(bars.full_w + turn.at, VM_WGMMA_FILTER);
-            vm_copy_bulk(shared + VM_WGMMA_RING + turn.at * VM_WGMMA_FILTER, from, VM_WGMMA_FILTER,
-                         bars.full_w + turn.at);
+            vm_barrier_expect(bars.full_w + turn.at, S::FILTER);
+            vm_copy_bulk(shared + VM_WGMMA_RING + turn.at * S::FILTER, from, S::FILTER, bars.full_w + turn.at);
             turn.next();
         }
     }
@@ -204,24 +220,46 @@ VM_DEVICE void vm_wgmma_filters(const vm_conv_args &a, char *shared, const vm_wg
 
 /* ---- the two warpgroups that multiply ---- */
 
-template <typename T>
+template <uint32_t COUNT>
+using vm_wgmma_steps = std::integral_constant<uint32_t, COUNT>;
+
+/* Frees what belongs to an item, unread. */
+VM_DEVICE void vm_wgmma_pass(const vm_conv_args &a, const vm_wgmma_barriers &bars, vm_wgmma_turn<2> &x,
+                             vm_wgmma_turn<VM_WGMMA_STAGES> &w) {
+    const bool first = threadIdx.x % 32 == 0;
+#pragma unroll 1
+    for (uint32_t c = 0; c < a.in_c; c += VM_CONV_CHUNK, x.next()) {
+        vm_barrier_wait(bars.full_x + x.at, x.parity);
+#pragma unroll 1
+        for (uint32_t tap = 0; tap < a.k * a.k; tap++, w.next()) {
+            vm_barrier_wait(bars.full_w + w.at, w.parity);
+            if (first) vm_barrier_arrive(bars.empty_w + w.at);
+        }
+        if (first) vm_barrier_arrive(bars.empty_x + x.at);
+    }
+}
+
+template <typename T, typename S>
 VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_wgmma_barriers &bars) {
-    typedef vm_wgmma_shape S;
     const uint32_t group = vm_of_warp(threadIdx.x / S::THREADS), lane = threadIdx.x % 32, taps = a.k * a.k;
     const uint32_t h = a.up ? a.x_h : a.y_h, width = a.up ? a.x_w : a.y_w;
     float *const sums = reinterpret_cast<float *>(shared + VM_WGMMA_SUMS + group * VM_WGMMA_GROUP_SUMS);
     const uint64_t x_first =
         vm_matrix(shared + group * S::ROWS * VM_WGMMA_WIDTH * 16, VM_WGMMA_WIDTH * 16, VM_WGMMA_PLANE);
-    const uint64_t w_first = vm_matrix(shared + VM_WGMMA_RING, 128, VM_WGMMA_OUT);
+    const uint64_t w_first = vm_matrix(shared + VM_WGMMA_RING, 128, S::PLANE);
     vm_wgmma_turn<2> x;
     vm_wgmma_turn<VM_WGMMA_STAGES> w;
     for (uint32_t item = blockIdx.x; item < a.items; item += gridDim.x) {
-        vm_conv_item at = vm_conv_item_of<vm_wgmma_tile>(a, item);
+        vm_conv_item at = vm_conv_item_of<typename S::tile>(a, item);
         const uint32_t columns = (width + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS, phases = a.up ? 4 : 1;
         at.row += group * S::ROWS;
         at.part = (at.row / S::ROWS * columns + at.column / VM_CONV_COLUMNS) * phases + at.phase;
+        if (at.row >= h) { /* none of its rows is y's: let the others go on */
+            vm_wgmma_pass(a, bars, x, w);
+            continue;
+        }
         if (a.add) vm_conv_prefetch<T, S>(a, at);
-        float d[2][16][4];
+        float d[2][S::N][4];
 #pragma unroll
         for (int i = 0; i < 2 * S::N; i++) {
             const uint32_t o = at.out + vm_conv_channel(i);
@@ -231,22 +269,23 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
         }
         vm_wgmma_hold(d);
         uint64_t *left_w = nullptr, *left_x = nullptr; /* read by the products before the last ones */
-#pragma unroll 1
-        for (uint32_t c = 0; c < a.in_c; c += VM_CONV_CHUNK) {
+        /* STEPS: sixteenths of channels that the chunk has, known to the compiler, as wgmma wants no choice in
+         * between. */
+        const auto chunk = [&](auto STEPS) {
             vm_barrier_wait(bars.full_x + x.at, x.parity);
             uint64_t x_now = vm_matrix_at(x_first, x.at * VM_WGMMA_INPUT);
             uint32_t j = 0;
 #pragma unroll 1
             for (uint32_t tap = 0; tap < taps; tap++) {
                 vm_barrier_wait(bars.full_w + w.at, w.parity);
-                const uint64_t w_now = vm_matrix_at(w_first, w.at * VM_WGMMA_FILTER);
+                const uint64_t w_now = vm_matrix_at(w_first, w.at * S::FILTER);
                 vm_wgmma_begin();
 #pragma unroll
-                for (uint32_t step = 0; step < 4; step++) {
+                for (uint32_t step = 0; step < decltype(STEPS)::value; step++) {
                     const uint64_t x_step = vm_matrix_at(x_now, step * 2 * VM_WGMMA_PLANE);
-                    const uint64_t w_step = vm_matrix_at(w_now, step * 2 * VM_WGMMA_OUT);
-                    vm_wgmma_64x128<T, 0>(d, x_step, w_step);
-                    vm_wgmma_64x128<T, 1>(d, vm_matrix_at(x_step, 8 * 16), w_step);
+                    const uint64_t w_step = vm_matrix_at(w_now, step * 2 * S::PLANE);
+                    vm_wgmma_64<T, S::N, 0>(d, x_step, w_step);
+                    vm_wgmma_64<T, S::N, 1>(d, vm_matrix_at(x_step, 8 * 16), w_step);
                 }
                 vm_wgmma_commit();
                 vm_wgmma_wait<1>();
@@ -263,17 +302,24 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
             }
             left_x = bars.empty_x + x.at;
             x.next();
-        }
+        };
+        const uint32_t rest = a.in_c % VM_CONV_CHUNK / 16;
+#pragma unroll 1
+        for (uint32_t i = 0; i < a.in_c / VM_CONV_CHUNK; i++) chunk(vm_wgmma_steps<4>());
+        if (rest == 1) chunk(vm_wgmma_steps<1>());
+        if (rest == 2) chunk(vm_wgmma_steps<2>());
+        if (rest == 3) chunk(vm_wgmma_steps<3>());
         vm_wgmma_wait<0>();
-        float sum[2][16][4]; /* the epilogue takes numbers apart, and d would be kept as integers from the beginning */
+        float sum[2][S::N]
+                 [4]; /* the epilogue takes numbers apart, and d would be kept as integers from the beginning */
 #pragma unroll
-        for (int i = 0; i < 128; i++) sum[i / 64][i / 4 % 16][i % 4] = d[i / 64][i / 4 % 16][i % 4];
+        for (int i = 0; i < 8 * S::N; i++)
+            sum[i / 4 / S::N][i / 4 % S::N][i % 4] = d[i / 4 / S::N][i / 4 % S::N][i % 4];
         vm_wgmma_hold(sum);
         if (lane == 0) {
             vm_barrier_arrive(left_w);
             vm_barrier_arrive(left_x);
         }
-        if (at.row >= h) continue;
         if (at.row + S::ROWS <= h && at.column + VM_CONV_COLUMNS <= width && at.out + S::OUTS <= a.y_c)
             vm_conv_finish<T, S, false, true>(a, sum, at, sums);
         else
@@ -282,8 +328,9 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
     }
 }
 
-template <typename T>
+template <typename T, int OUTS, bool VIDEO>
 VM_DEVICE void vm_wgmma_convolve(const vm_conv_args &a, char *shared) {
+    typedef vm_wgmma_shape<OUTS, VIDEO> S;
     uint64_t *const first = reinterpret_cast<uint64_t *>(shared + VM_WGMMA_BARRIERS);
     const vm_wgmma_barriers bars = {first, first + 2, first + 4, first + 4 + VM_WGMMA_STAGES};
     if (threadIdx.x == 0) {
@@ -297,23 +344,27 @@ VM_DEVICE void vm_wgmma_convolve(const vm_conv_args &a, char *shared) {
     const uint32_t warp = vm_of_warp(threadIdx.x / 32);
     if (warp < 8) {
         vm_more_registers<VM_WGMMA_MORE>();
-        vm_wgmma_multiply<T>(a, shared, bars);
+        vm_wgmma_multiply<T, S>(a, shared, bars);
     } else {
         vm_fewer_registers<VM_WGMMA_FEWER>();
         if (warp == 8) {
-            if (threadIdx.x % 32 == 0) vm_wgmma_filters(a, shared, bars);
+            if (threadIdx.x % 32 == 0) vm_wgmma_filters<S>(a, shared, bars);
         } else
-            vm_wgmma_prepare<T>(a, shared, bars);
+            vm_wgmma_prepare<T, S>(a, shared, bars);
     }
 }
 
-VM_KERNEL __launch_bounds__(VM_WGMMA_THREADS, 1) vm_conv_f16_wgmma(vm_conv_args a) {
-    VM_SHARED(char, shared);
-    vm_wgmma_convolve<vm_half>(a, shared);
-}
-VM_KERNEL __launch_bounds__(VM_WGMMA_THREADS, 1) vm_conv_bf16_wgmma(vm_conv_args a) {
-    VM_SHARED(char, shared);
-    vm_wgmma_convolve<vm_bfloat16>(a, shared);
-}
+#define VM_CONV_WGMMA(name, T, outs, video)                                           \
+    VM_KERNEL __launch_bounds__(VM_WGMMA_THREADS, 1) vm_conv_##name(vm_conv_args a) { \
+        VM_SHARED(char, shared);                                                      \
+        vm_wgmma_convolve<T, outs, video>(a, shared);                                 \
+    }
+#define VM_CONV_WGMMA_ALL(type, T)                      \
+    VM_CONV_WGMMA(type##_wgmma_128, T, 128, false)      \
+    VM_CONV_WGMMA(type##_wgmma_96, T, 96, false)        \
+    VM_CONV_WGMMA(type##_wgmma_128_video, T, 128, true) \
+    VM_CONV_WGMMA(type##_wgmma_96_video, T, 96, true)
+VM_CONV_WGMMA_ALL(f16, vm_half)
+VM_CONV_WGMMA_ALL(bf16, vm_bfloat16)
 
 #endif

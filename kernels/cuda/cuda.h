@@ -175,11 +175,12 @@ typedef struct vm_frames_move_args {
 } vm_frames_move_args;
 
 /* vm_turn_<dtype>: to[phase][filter][a][b][c] = from[phase'][filter][b][a][c]; of four phases, (a, b) becomes (b, a).
- */
+ * outs: filters are in blocks (vm_conv_filter_at); `filter` is 3 * out + frame, its tap 3 * frame + a, and each b has
+ * channels of its own. 0: they are as written here. */
 typedef struct vm_turn_args {
     const void *from;
     void *to;
-    uint32_t phases, filters, taps, channels;
+    uint32_t phases, filters, taps, channels, outs;
 } vm_turn_args;
 
 /* vm_attention_<dtype>: y[i] = softmax(q[i] k^T * scale) v over n pixels with one head of `channels` (at most
@@ -220,12 +221,12 @@ static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t larg
 /* vm_conv_<dtype>_<rows>x<outs>_<stride>, f16 and bf16: some rows of tiles of a pass, or all, in one kernel.
  *
  *   y[Y][X][o] = bias[o] * bias_scale + add[Y][X][o] + sum over taps a, b and channels c of
- *                w[o][a][b][c] * f(x[Y * stride + a - pad][X * stride + b - pad][c])
+ *                w[o][a][b][c] * f(x[Y * stride + a - pad_y][X * stride + b - pad_x][c])
  *
- * f(v) = act(v * factor[pixel] * scale[c] + shift[c]) (the factors given), SiLU or ReLU, then * multiply, rounded to
- * the type; zero outside x. With relu y is at least 0. k = 3 with pad 1, 1 with pad 0, and 3 with stride 2 and pad 0 or
- * 1. After nearest 2x (up) k = 2, and w is [4 phases][o][a][b][c]: y[2 i + py][2 j + px] sums over x[i + py + a - 1][j
- * + px + b - 1], phase = 2 * py + px.
+  * f(v) = act(v * factor[pixel] * scale[c] + shift[c]) (the factors given), SiLU or ReLU, then * multiply, rounded to
+  * the type; zero outside x. With relu y is at least 0. k = 3 with pads of 1, 1 without, and 3 with stride 2 and pads
+  * of 0 or 1. After nearest 2x (up) k = 2, and w is [4 phases][o][a][b][c]: y[2 i + py][2 j + px] sums over x[i + py +
+  * a - 1][j + px + b - 1], phase = 2 * py + px.
  *
  * Sums over all taps and channels are in float, bias and add too. Channels: x has in_c, padded with zeros to a multiple
  * of VM_BLOCK; w has as many, and its filters and bias are padded likewise. y gets all VM_ROUND_UP(y_c, VM_BLOCK); the
@@ -233,7 +234,11 @@ static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t larg
  * as in vm_store: a part for each tile of rows x VM_CONV_COLUMNS pixels (with up, of x, and then one for each phase).
  * *flags |= 1 if a stored value is not finite. Pitches are multiples of 8.
  *
- * add may be y itself. y may be x if k is 1, vm_conv_choose was called with in_place, and both have the same pitch. */
+ * add may be y itself. y may be x if k is 1, vm_conv_choose was called with in_place, and both have the same pitch.
+ *
+  * vm_conv_<dtype>_.._video: a video's 3x3x3 convolution, of x [x_rows][x_h][x_w][x_pitch]. Each row of y is a
+  * picture of frames (x_h, y_h) and columns, and filters have the channels of the three rows that they meet: in_c is
+  * 3 * x_c. held, mirrored: as in vm_pass. The user's video is written as by vm_scatter. There are no sums. */
 typedef struct vm_conv_args {
     const void *x, *w;          /* [x_h][x_w][x_pitch], [y_c padded][k][k][in_c] */
     const float *scale, *shift; /* [in_c], or NULL */
@@ -245,13 +250,16 @@ typedef struct vm_conv_args {
     uint32_t *flags;
     uint32_t x_h, x_w, x_pitch, in_c;
     uint32_t y_h, y_w, y_pitch, y_c, add_pitch;
-    uint32_t first_item, items; /* of the pass: a row of tiles has vm_conv_row_items of them */
+    uint32_t first_item, items; /* of the pass: a row of tiles has vm_conv_row_items, a video's row vm_conv_items */
     uint32_t first_factor;      /* the pixel of factor[0] */
     vm_ring_rows x_ring, y_ring, add_ring;
-    uint32_t k, stride, pad, up, act, relu;
-    uint32_t blocked; /* w is in blocks (vm_conv_filter_at), not [phase][out][k][k][in_c] */
-    uint32_t format;  /* vm_format of y */
-    vm_clamp clamp;   /* of the user's pixels, like the next two */
+    uint32_t k, stride, pad_y, pad_x, up, act, relu;
+    uint32_t blocked;                     /* w is in blocks (vm_conv_filter_at), not [phase][out][k][k][in_c] */
+    uint32_t x_c, x_rows, held, mirrored; /* of a video; x_rows 0: an image */
+    uint64_t y_plane;
+    int64_t row_step, column_step, frame_step;
+    uint32_t format; /* vm_format of y */
+    vm_clamp clamp;  /* of the user's pixels, like the next two */
     float out_scale, out_shift;
     float multiply, bias_scale;
 } vm_conv_args;
@@ -283,9 +291,9 @@ enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memor
 enum { VM_CONV_KINDS = VM_CONV_TILES(VM_CONV_ONE) };
 #undef VM_CONV_ONE
 
-/* The kernel of conv_wgmma.cu, only for compute capability 9.0: 16 rows of pixels by 128 channels, which two warpgroups
- * multiply and two prepare. Each of the first two measures its own 8 rows. */
-enum { VM_CONV_WGMMA = VM_CONV_KINDS, VM_CONV_ALL_KINDS, VM_WGMMA_STAGES = 8 };
+/* The kernels of conv_wgmma.cu, only for compute capability 9.0: 16 rows of pixels by 128 or 96 channels, which two
+ * warpgroups multiply and two prepare. Each of the first two measures its own 8 rows. */
+enum { VM_CONV_WGMMA = VM_CONV_KINDS, VM_CONV_WGMMA_96, VM_CONV_ALL_KINDS, VM_WGMMA_STAGES = 8 };
 /* Per thread at the kernel's start: nvcc's choice for 512 threads per block. */
 enum { VM_WGMMA_REGISTERS = 128 };
 
@@ -302,10 +310,15 @@ typedef struct vm_conv_tile {
     (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
      (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + (DOWN) * (2 * (OUTS) + 4) * 4)
 
-/* Filters in blocks, as conv_wgmma.cu copies them to shared memory: [phase][tile of 128 outs][chunk of 64
- * channels][tap]; a block is [8 planes][128 outs][8 channels]. Within each 16 outs, vm_conv_filter_column gives the
- * products' order. */
-enum { VM_CONV_FILTERS = 128, VM_CONV_FILTER_BLOCK = VM_CONV_FILTERS * VM_CONV_CHUNK /* numbers */ };
+/* Filters in blocks, as conv_wgmma.cu copies them to shared memory: [phase][tile of outs][chunk of 64 channels][tap]; a
+ * block is [8 planes][outs of the tile][8 channels]. Within each 16 outs, vm_conv_filter_column gives the products'
+ * order. */
+enum { VM_CONV_FILTERS = 128 /* most outs of a tile */ };
+
+/* Returns: outs of a tile, 128 or 96: with which fewer are padding. */
+static inline VM_ANYWHERE uint32_t vm_conv_filters(uint32_t outs) {
+    return VM_ROUND_UP(outs, 96) < VM_ROUND_UP(outs, VM_CONV_FILTERS) ? 96 : VM_CONV_FILTERS;
+}
 
 /* A product gives a lane two neighbouring columns of each 8. To make these four neighbouring channels of y in memory,
  * filters are read in another order. In each 16, column j of the first 8 is filter 4 * (j / 2) + j % 2; column j of the
@@ -316,17 +329,16 @@ static inline VM_ANYWHERE uint32_t vm_conv_filter_column(uint32_t filter) {
 
 /* Returns: numbers in all blocks. taps: per filter. */
 static inline size_t vm_conv_blocked(size_t phases, size_t outs, size_t in, size_t taps) {
-    return phases * ((outs + VM_CONV_FILTERS - 1) / VM_CONV_FILTERS) * ((in + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK) *
-           taps * VM_CONV_FILTER_BLOCK;
+    return phases * VM_ROUND_UP(outs, vm_conv_filters((uint32_t)outs)) * VM_ROUND_UP(in, VM_CONV_CHUNK) * taps;
 }
 /* Returns: the index of a filter's number in the blocks. */
 static inline VM_ANYWHERE size_t vm_conv_filter_at(uint32_t outs, uint32_t in, uint32_t taps, uint32_t phase,
                                                    uint32_t out, uint32_t tap, uint32_t c) {
-    const uint32_t tiles = (outs + VM_CONV_FILTERS - 1) / VM_CONV_FILTERS;
+    const uint32_t each = vm_conv_filters(outs), tiles = (outs + each - 1) / each;
     const uint32_t chunks = (in + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK;
-    const size_t block = ((phase * tiles + out / VM_CONV_FILTERS) * chunks + c / VM_CONV_CHUNK) * taps + tap;
-    return block * VM_CONV_FILTER_BLOCK + c % VM_CONV_CHUNK / 8 * VM_CONV_FILTERS * 8 +
-           vm_conv_filter_column(out % VM_CONV_FILTERS) * 8 + c % 8;
+    const size_t block = ((phase * tiles + out / each) * chunks + c / VM_CONV_CHUNK) * taps + tap;
+    return block * each * VM_CONV_CHUNK + c % VM_CONV_CHUNK / 8 * each * 8 + vm_conv_filter_column(out % each) * 8 +
+           c % 8;
 }
 /* Returns: whether filters are stored in blocks on a device with conv_wgmma.cu's kernel: 3x3 ones, which always have a
  * tile of ours. in, outs: padded to multiples of VM_BLOCK. */
@@ -337,7 +349,7 @@ static inline bool vm_conv_is_blocked(size_t k, size_t in, size_t outs) {
 /* For conv_wgmma.cu: two chunks of x as eight planes of 18x18 pixels of 16 bytes, 80 bytes between the planes; blocks
  * of filters; sums of both warpgroups; barriers. */
 #define VM_WGMMA_PLANE (18 * 18 * 16 + 80)
-#define VM_WGMMA_FILTER (VM_CONV_FILTER_BLOCK * 2)
+#define VM_WGMMA_FILTER (VM_CONV_FILTERS * VM_CONV_CHUNK * 2)
 #define VM_WGMMA_SHARED                                                                       \
     (2 * 8 * VM_WGMMA_PLANE + VM_WGMMA_STAGES * VM_WGMMA_FILTER + 2 * 4 * (2 * 128 + 4) * 4 + \
      (2 * VM_WGMMA_STAGES + 4) * 8)
@@ -361,13 +373,17 @@ static inline vm_conv_tile vm_conv_tile_at(uint32_t kind, size_t largest_shared)
     {ROWS,     OUTS, STRIDE, (WARPS) * 32, VM_CONV_SHARED(ROWS, OUTS, STRIDE, (WARPS) / (ACROSS), STAGES), \
      RESIDENT, COST, 0,      ROWS},
     static const vm_conv_tile tiles[VM_CONV_ALL_KINDS] = {
-        VM_CONV_TILES(VM_CONV_TILE){16, 128, 1, 512, VM_WGMMA_SHARED, 1, 18, 0, 8}};
+        VM_CONV_TILES(VM_CONV_TILE){16, 128, 1, 512, VM_WGMMA_SHARED, 1, 18, 0, 8},
+        {16, 96, 1, 512, VM_WGMMA_SHARED, 1, 20, 0, 8}}; /* reads x for fewer products */
 #undef VM_CONV_TILE
     vm_conv_tile t = tiles[kind];
     t.kind = kind;
     t.resident = (uint32_t)VM_MIN(t.resident, (largest_shared + 1024) / (t.shared + 1024));
     return t;
 }
+
+/* Returns: whether the tile has a kernel for videos, too. */
+static inline bool vm_conv_of_videos(vm_conv_tile t) { return t.kind >= VM_CONV_WGMMA || t.outs == VM_BLOCK; }
 
 /* Returns: whether the tile fits, with enough warps to hide latency. */
 static inline bool vm_conv_tile_fits(vm_conv_tile t) { return t.resident * t.threads >= VM_CUDA_THREADS; }
@@ -408,11 +424,14 @@ static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a,
     if (dtype == VM_F32 || (a->up ? a->k != 2 || a->stride != 1 : a->k != 1 && a->k != 3) || (in_place && a->k != 1))
         return best;
     for (uint32_t kind = 0; kind < VM_CONV_ALL_KINDS; kind++) {
-        if (kind == VM_CONV_WGMMA && !a->blocked) continue;
         const vm_conv_tile t = vm_conv_tile_at(kind, largest_shared);
+        const bool wgmma = kind >= VM_CONV_WGMMA;
+        if (wgmma && (!a->blocked || t.outs != vm_conv_filters(VM_ROUND_UP(a->y_c, VM_BLOCK)))) continue;
+        if (a->x_rows && !vm_conv_of_videos(t)) continue;
         if (t.stride != a->stride || !vm_conv_tile_fits(t) || (in_place && t.outs < a->y_c)) continue;
         if (a->format != VM_ROWS && t.outs != VM_BLOCK) continue;
-        const uint64_t wave = (uint64_t)multiprocessors * t.resident, items = vm_conv_items(a, t);
+        const uint64_t wave = (uint64_t)multiprocessors * t.resident,
+                       items = (uint64_t)vm_conv_items(a, t) * VM_MAX(a->x_rows, 1);
         const uint64_t waves = (items + wave - 1) / wave;
         const uint64_t end = vm_conv_apart(t.threads, products, items / wave) ? 0 : VM_CONV_END;
         const uint64_t cost = waves * t.resident * t.rows * t.outs * (t.cost * products + end);

@@ -255,9 +255,10 @@ VM_DEVICE uint64_t vm_matrix(const void *first, uint32_t rows, uint32_t columns)
 VM_DEVICE uint64_t vm_matrix_at(uint64_t matrix, uint32_t bytes) { return matrix + (bytes >> 4); }
 
 /* Keeps the compiler from moving or retyping sums between products, which would stall them. */
-VM_DEVICE void vm_wgmma_hold(float (&d)[2][16][4]) {
+template <int N>
+VM_DEVICE void vm_wgmma_hold(float (&d)[2][N][4]) {
 #pragma unroll
-    for (int i = 0; i < 128; i++) asm volatile("" : "+f"(d[i / 64][i / 4 % 16][i % 4])::"memory");
+    for (int i = 0; i < 8 * N; i++) asm volatile("" : "+f"(d[i / 4 / N][i / 4 % N][i % 4])::"memory");
 }
 /* Before the first product with registers that other code has written. */
 VM_DEVICE void vm_wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -268,29 +269,44 @@ VM_DEVICE void vm_wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-/* d += a b of 64x16 by 16x128 numbers, by a warpgroup: each warp has 16 rows. d[i][n][2 * HALF + e] is row lane / 4 + 8
- * i of these and column 8 n + lane % 4 * 2 + e. b is passed transposed. */
-template <typename T, int HALF>
-VM_DEVICE void vm_wgmma_64x128(float (&d)[2][16][4], uint64_t a, uint64_t b) {
-#define VM_WGMMA(TYPES)                                                                                                \
-    asm volatile(                                                                                                      \
-        "wgmma.mma_async.sync.aligned.m64n128k16." TYPES                                                               \
-        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "            \
-        "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, "         \
-        "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, "         \
-        "%61, %62, %63}, %64, %65, 1, 1, 1, 0, 0;"                                                                     \
-        : VM_WGMMA_D(0), VM_WGMMA_D(1), VM_WGMMA_D(2), VM_WGMMA_D(3), VM_WGMMA_D(4), VM_WGMMA_D(5), VM_WGMMA_D(6),     \
-          VM_WGMMA_D(7), VM_WGMMA_D(8), VM_WGMMA_D(9), VM_WGMMA_D(10), VM_WGMMA_D(11), VM_WGMMA_D(12), VM_WGMMA_D(13), \
-          VM_WGMMA_D(14), VM_WGMMA_D(15)                                                                               \
-        : "l"(a), "l"(b))
+/* d += a b of 64x16 by 16 x 8N numbers, by a warpgroup: each warp has 16 rows. d[i][n][2 * HALF + e] is row lane / 4
+ * + 8 i of these and column 8 n + lane % 4 * 2 + e. b is passed transposed. N: 12 or 16. */
+template <typename T, int N, int HALF>
+VM_DEVICE void vm_wgmma_64(float (&d)[2][N][4], uint64_t a, uint64_t b) {
 #define VM_WGMMA_D(n) \
     "+f"(d[0][n][2 * HALF]), "+f"(d[0][n][2 * HALF + 1]), "+f"(d[1][n][2 * HALF]), "+f"(d[1][n][2 * HALF + 1])
-    if constexpr (std::is_same<T, vm_half>::value)
-        VM_WGMMA("f32.f16.f16");
+#define VM_WGMMA_D12                                                                                         \
+    VM_WGMMA_D(0), VM_WGMMA_D(1), VM_WGMMA_D(2), VM_WGMMA_D(3), VM_WGMMA_D(4), VM_WGMMA_D(5), VM_WGMMA_D(6), \
+        VM_WGMMA_D(7), VM_WGMMA_D(8), VM_WGMMA_D(9), VM_WGMMA_D(10), VM_WGMMA_D(11)
+#define VM_WGMMA_48                                                                                   \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+    "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
+    "%40, %41, %42, %43, %44, %45, %46, %47"
+#define VM_WGMMA_96(TYPES)                                                                                      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n96k16." TYPES " {" VM_WGMMA_48 "}, %48, %49, 1, 1, 1, 0, 0;" \
+                 : VM_WGMMA_D12                                                                                 \
+                 : "l"(a), "l"(b))
+#define VM_WGMMA_128(TYPES)                                                                      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16." TYPES " {" VM_WGMMA_48               \
+                 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, " \
+                 "%63}, %64, %65, 1, 1, 1, 0, 0;"                                                \
+                 : VM_WGMMA_D12, VM_WGMMA_D(12), VM_WGMMA_D(13), VM_WGMMA_D(14), VM_WGMMA_D(15)  \
+                 : "l"(a), "l"(b))
+    static_assert(N == 12 || N == 16, "96 or 128 columns");
+    constexpr bool F16 = std::is_same<T, vm_half>::value;
+    if constexpr (N == 12 && F16)
+        VM_WGMMA_96("f32.f16.f16");
+    else if constexpr (N == 12)
+        VM_WGMMA_96("f32.bf16.bf16");
+    else if constexpr (F16)
+        VM_WGMMA_128("f32.f16.f16");
     else
-        VM_WGMMA("f32.bf16.bf16");
-#undef VM_WGMMA
+        VM_WGMMA_128("f32.bf16.bf16");
 #undef VM_WGMMA_D
+#undef VM_WGMMA_D12
+#undef VM_WGMMA_48
+#undef VM_WGMMA_96
+#undef VM_WGMMA_128
 }
 #endif
 #endif

@@ -5,8 +5,9 @@
  *   prepared: scale | shift | turned filters          workspace: cuDNN's
  *   scratch:  factors | planes | raw
  *
- * A move uses its own kernel instead of cuDNN. Attention is within a frame: a frame's queries, keys and values are
- * gathered, and its result is scattered.
+  * A move uses its own kernel instead of cuDNN. Our own 3x3x3 convolution (conv_wgmma.cu) reads rows of x and writes
+  * rows of y itself; only the user's pixels are gathered, as rows. Attention is within a frame: a frame's queries, keys
+  * and values are gathered, and its result is scattered.
  *
  * Most videos are wider than high, and run along their columns (vm_pass.turned): x's rows are columns of the picture.
  * The stored filters are for those. For other videos they are turned before the first stripe. */
@@ -21,6 +22,7 @@ enum {
 
 /* How a pass is cut; sizes in elements. */
 typedef struct shape {
+    bool own;         /* our own convolution */
     size_t rows;      /* of y in a stripe */
     vm_planes to;     /* but for the places of its rows */
     size_t channels;  /* of x, padded */
@@ -51,6 +53,46 @@ static ptrdiff_t top_of(const vm_pass *p, size_t row) {
     return (ptrdiff_t)(p->up ? row / 2 : row * (size_t)p->stride) - p->pad;
 }
 
+/* ---- our own convolution ---- */
+
+/* Returns: whether the filters are those of our own convolution; if so, it has a tile for the pass. */
+static bool is_own(const vm_gpu *g, const vm_pass *p) {
+    return p->kind == VM_PASS_CONV && p->ksize == 3 && p->slices == 3 &&
+           vm_gpu_blocked(g, 3, 3 * vm_padded(p->x.c), vm_padded(p->y.c));
+}
+
+static vm_conv_args own_args(const vm_pass *p) {
+    return (vm_conv_args){.x_h = (uint32_t)p->x.f,
+                          .x_w = (uint32_t)p->x.w,
+                          .in_c = 3 * (uint32_t)vm_padded(p->x.c),
+                          .y_h = (uint32_t)p->y.f,
+                          .y_w = (uint32_t)p->y.w,
+                          .y_c = (uint32_t)p->y.c,
+                          .k = 3,
+                          .stride = 1,
+                          .pad_y = 2 - (uint32_t)p->ahead,
+                          .pad_x = 1,
+                          .act = p->act,
+                          .relu = p->relu,
+                          .blocked = true,
+                          .x_c = (uint32_t)vm_padded(p->x.c),
+                          .x_rows = (uint32_t)p->x.h,
+                          .held = p->held,
+                          .mirrored = p->mirrored,
+                          .format = p->y_format,
+                          .clamp = p->clamp,
+                          .out_scale = p->out_scale,
+                          .out_shift = p->out_shift,
+                          .bias_scale = p->y_scale};
+}
+
+static vm_conv_tile own_tile(const vm_gpu *g, const vm_pass *p) {
+    const vm_conv_args a = own_args(p);
+    return vm_conv_choose(g->backend.dtype, &a, false, (size_t)g->shared_max, (uint32_t)g->multiprocessors);
+}
+
+/* ---- steps and stripes ---- */
+
 /* Fills in what depends on a stripe's height. */
 static void lay_out(const vm_gpu *g, const vm_pass *p, shape *s, size_t rows) {
     const size_t element = vm_dtype_bytes(g->backend.dtype), in = rows_in(p, rows), there = VM_MIN(in, p->x.h);
@@ -58,6 +100,7 @@ static void lay_out(const vm_gpu *g, const vm_pass *p, shape *s, size_t rows) {
     vm_planes *to = &s->to;
     s->rows = rows;
     to->planes = (uint32_t)(moves ? in : flat ? p->x.f : rows);
+    if (s->own) to->planes = (uint32_t)(p->x_format == VM_ROWS ? 0 : there);
     if (flat) to->lines = (uint32_t)in;
     s->raw_planes = flat ? p->y.f : rows;
     if (flat) s->lines = p->up ? rows / 2 + 1 : rows;
@@ -67,14 +110,16 @@ static void lay_out(const vm_gpu *g, const vm_pass *p, shape *s, size_t rows) {
     s->factor = vm_put_bytes(&s->scratch,
                              vm_norm_by_pixel(p->norm) ? VM_PRODUCT(there, p->x.f, p->x.w, sizeof(float)) : 0, 256);
     s->in = vm_put_bytes(&s->scratch, numbers, 256);
-    s->raw = vm_put_bytes(&s->scratch, VM_PRODUCT(s->raw_planes, s->lines, s->width, s->groups, s->each, element), 256);
+    s->raw = vm_put_bytes(&s->scratch,
+                          s->own ? 0 : VM_PRODUCT(s->raw_planes, s->lines, s->width, s->groups, s->each, element), 256);
 }
 
 /* Fills in the rest, for stripes of one unit. */
 static shape shape_of_pass(const vm_gpu *g, const vm_pass *p) {
     const bool moves = is_move(p), doubles = p->time == VM_TIME_DOUBLED, halves = p->time == VM_TIME_HALVED;
     const bool wide = !moves && p->ksize == 3; /* has neighbours in its plane */
-    shape s = {.channels = vm_padded(p->x.c),
+    shape s = {.own = is_own(g, p),
+               .channels = vm_padded(p->x.c),
                .k = wide ? (p->up ? 2 : 3) : 1,
                .stride = wide ? (size_t)p->stride : 1,
                .each = vm_padded(p->y.c),
@@ -83,11 +128,11 @@ static shape shape_of_pass(const vm_gpu *g, const vm_pass *p) {
                          : doubles ? 2
                                    : 1};
     vm_planes *to = &s.to;
-    to->slices = moves ? 1 : p->slices;
+    to->slices = moves || s.own ? 1 : p->slices;
     to->lines = (uint32_t)p->x.f;
     to->width = (uint32_t)p->x.w;
     s.lines = p->y.f, s.width = p->y.w;
-    if (moves) {
+    if (moves || s.own) {
         to->row_plane = to->frame_line = 1;
     } else if (wide && p->slices > 1) {
         to->row_plane = to->row_slice = to->frame_line = 1;
@@ -107,8 +152,8 @@ static shape shape_of_pass(const vm_gpu *g, const vm_pass *p) {
     s.turns = wide && !p->turned;
     if (p->norm) vm_put_bytes(&s.prepared, 2 * s.channels * sizeof(float), 256);
     const size_t taps = (p->up ? 16 : 9) * (size_t)p->slices;
-    s.filters = vm_put_bytes(&s.prepared,
-                             s.turns ? VM_PRODUCT(s.each, taps, s.channels, vm_dtype_bytes(g->backend.dtype)) : 0, 256);
+    const size_t filters = s.own ? vm_conv_blocked(1, s.each, 3 * s.channels, 9) : VM_PRODUCT(s.each, taps, s.channels);
+    s.filters = vm_put_bytes(&s.prepared, s.turns ? VM_PRODUCT(filters, vm_dtype_bytes(g->backend.dtype)) : 0, 256);
     lay_out(g, p, &s, unit_of(p));
     return s;
 }
@@ -117,7 +162,9 @@ static shape shape_of_pass(const vm_gpu *g, const vm_pass *p) {
  * no more than a pass that runs whole; that was not measured. */
 static size_t rows_of_step(const vm_gpu *g, const vm_pass *p, bool tight, double *cost) {
     const size_t unit = unit_of(p), units = (p->y.h + unit - 1) / unit;
-    const size_t tiles = VM_MAX(unit * p->y.f * p->y.w * vm_padded(p->y.c) / TILE, 1);
+    const vm_conv_args own = own_args(p);
+    const size_t tiles = is_own(g, p) ? vm_conv_items(&own, own_tile(g, p))
+                                      : VM_MAX(unit * p->y.f * p->y.w * vm_padded(p->y.c) / TILE, 1);
     const size_t wave = WAVES * (size_t)g->multiprocessors;
     const size_t enough = VM_MIN((wave + tiles - 1) / tiles, units), some = tight ? 1 : enough;
     *cost = (double)enough / (double)some;
@@ -177,7 +224,7 @@ bool vm_frames_key(const vm_gpu *g, const vm_pass *p, vm_manner manner, vm_conv_
     if (p->kind != VM_PASS_CONV) return false;
     const shape s = shape_of(g, p, manner);
     *key = key_of(g, &s);
-    return convolves(&s);
+    return !s.own && convolves(&s);
 }
 
 /* ---- launches ---- */
@@ -345,6 +392,38 @@ static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     return status ? status : scatter(g, &out);
 }
 
+static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row, size_t rows,
+                          size_t first) {
+    const bool from_rows = p->x_format == VM_ROWS, to_rows = p->y_format == VM_ROWS;
+    const steps own = steps_of(p, &p->y, NULL);
+    const vm_conv_tile tile = own_tile(g, p);
+    vm_conv_args a = own_args(p);
+    const uint32_t each = vm_conv_items(&a, tile), pitch = (uint32_t)(at->x.row / (p->x.f * p->x.w));
+    a.x = from_rows ? at->x.data : scratch_at(at, s->in);
+    a.x_pitch = from_rows ? pitch : (uint32_t)s->channels;
+    a.x_ring = from_rows ? vm_gpu_ring(&at->x, first) : (vm_ring_rows){-(uint32_t)first, 0};
+    a.w = s->turns ? (char *)at->prepared + s->filters : at->weight;
+    if (from_rows && p->norm) a.scale = at->prepared, a.shift = (float *)at->prepared + s->channels;
+    a.factor = vm_norm_by_pixel(p->norm) ? scratch_at(at, s->factor) : NULL;
+    a.first_factor = (uint32_t)(first * p->x.f * p->x.w);
+    a.bias = at->bias;
+    a.add = p->add ? at->add.data : NULL;
+    a.add_pitch = (uint32_t)(at->add.row / (p->y.f * p->y.w));
+    a.add_ring = vm_gpu_ring(&at->add, row);
+    a.y = to_rows ? at->y.data : at->y_pixels;
+    a.y_pitch = (uint32_t)(at->y.row / (p->y.f * p->y.w));
+    a.y_ring = vm_gpu_ring(&at->y, row);
+    a.y_plane = own.plane;
+    a.row_step = own.row, a.column_step = own.column, a.frame_step = own.frame;
+    a.first_item = (uint32_t)row * each;
+    a.items = (uint32_t)rows * each;
+    a.flags = g->flags;
+    a.multiply = !from_rows ? 1 : p->norm ? p->y_scale : p->y_scale / p->x_scale;
+    if (!from_rows) a.act = VM_ACT_NONE; /* gather has done it */
+    return vm_gpu_launch(g, g->conv_video[tile.kind], vm_conv_grid(&a, tile, (uint32_t)g->multiprocessors), 1,
+                         tile.threads, tile.shared, &a);
+}
+
 static vm_status stripe(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row, size_t rows) {
     const ptrdiff_t top = top_of(p, row);
     const size_t first = (size_t)VM_MAX(top, 0), end = VM_MIN((size_t)(top + (ptrdiff_t)rows_in(p, rows)), p->x.h);
@@ -353,8 +432,11 @@ static vm_status stripe(vm_gpu *g, const vm_pass *p, const vm_operands *at, cons
         status = vm_gpu_pixel_norm(g, p, at, scratch_at(at, s->factor), at->prepared, first, end);
     if (!status && p->time != VM_TIME_SAME && !is_move(p)) status = copy_frame(g, p, at, s, row, rows);
     if (status || !convolves(s)) return status;
-    const vm_gather_args in = gather_args(p, at, s, row);
-    if ((status = gather(g, &in))) return status;
+    vm_gather_args in = gather_args(p, at, s, row);
+    if (s->own) in.to.planes = (uint32_t)(end - first), in.to.row0 = (int32_t)first;
+    if (!s->own || p->x_format != VM_ROWS) status = gather(g, &in);
+    if (status) return status;
+    if (s->own) return own_conv(g, p, at, s, row, rows, first);
     if (!is_move(p)) return convolve(g, p, at, s, row, rows);
     const vm_scatter_args out = scatter_args(g, p, at, s, row, rows);
     status = move(g, p, at, s, rows);
@@ -379,7 +461,8 @@ vm_status vm_frames_begin(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
                       .phases = p->up ? 4 : 1,
                       .filters = (uint32_t)(s.each * p->slices),
                       .taps = p->up ? 2 : 3,
-                      .channels = (uint32_t)s.channels};
+                      .channels = (uint32_t)s.channels,
+                      .outs = s.own ? (uint32_t)s.each : 0};
     return launch(g, g->turn, VM_PRODUCT(a.phases, a.filters, a.taps, a.taps, a.channels), &a);
 }
 

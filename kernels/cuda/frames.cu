@@ -20,12 +20,6 @@ VM_DEVICE vm_index vm_index_of(uint32_t i, uint32_t vectors, uint32_t a, uint32_
     return p;
 }
 
-/* Returns: the row or column that stands for `at`: only one beyond the first or the last is mirrored. */
-VM_DEVICE int32_t vm_mirrored(int32_t at, int32_t count) {
-    if (at == -1) return min(1, count - 1);
-    return at == count ? max(count - 2, 0) : at;
-}
-
 template <typename T>
 VM_DEVICE void vm_gather(const vm_gather_args &a) {
     const vm_planes &p = a.to;
@@ -158,16 +152,24 @@ VM_DEVICE void vm_frames_move(const vm_frames_move_args &a) {
     }
 }
 
+/* Returns: where a vector of channels of tap (row, column) is. */
+VM_DEVICE size_t vm_turned_at(const vm_turn_args &a, uint32_t filter, uint32_t row, uint32_t column, uint32_t vector) {
+    if (a.outs)
+        return vm_conv_filter_at(a.outs, 3 * a.channels, 9, 0, filter / 3, filter % 3 * 3 + row,
+                                 column * a.channels + vector * 8);
+    return (((size_t)filter * a.taps + row) * a.taps + column) * a.channels + vector * 8;
+}
+
 template <typename T>
 VM_DEVICE void vm_turn(const vm_turn_args &a) {
     const uint32_t vectors = a.channels / 8, all = a.phases * a.filters * a.taps * a.taps * vectors;
     for (uint32_t i = blockIdx.x * VM_CUDA_THREADS + threadIdx.x; i < all; i += gridDim.x * VM_CUDA_THREADS) {
         const vm_index at = vm_index_of(i, vectors, a.taps, a.taps, a.filters);
         const uint32_t phase = a.phases == 4 ? at.at[3] % 2 * 2 + at.at[3] / 2 : at.at[3];
-        const uint32_t from = ((phase * a.filters + at.at[2]) * a.taps + at.at[0]) * a.taps + at.at[1];
+        const uint32_t b = at.at[0], row = at.at[1], filter = at.at[2];
         float v[8];
-        vm_load8(v, static_cast<const T *>(a.from) + ((size_t)from * vectors + at.vector) * 8);
-        vm_store8(static_cast<T *>(a.to) + (size_t)i * 8, v);
+        vm_load8(v, static_cast<const T *>(a.from) + vm_turned_at(a, phase * a.filters + filter, b, row, at.vector));
+        vm_store8(static_cast<T *>(a.to) + vm_turned_at(a, at.at[3] * a.filters + filter, row, b, at.vector), v);
     }
 }
 

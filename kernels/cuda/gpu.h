@@ -54,10 +54,11 @@ typedef struct vm_gpu {
     CUmodule module[VM_KERNELS_COUNT];
     CUfunction kernel[VM_KERNELS_COUNT], gather, scatter, frames_move, turn; /* the last four: of frames.cu */
     vm_attention_shape attention;
-    bool own_conv;                      /* our own convolution instead of cuDNN's wherever it has a tile */
-    bool wgmma;                         /* the device and its machine code have conv_wgmma.cu's kernel */
-    CUfunction conv[VM_CONV_ALL_KINDS]; /* its kernels, if the device has room for their tiles */
-    char no_cudnn[512];                 /* why convs is NULL */
+    bool own_conv; /* our own convolution instead of cuDNN's wherever it has a tile */
+    bool wgmma;    /* the device and its machine code have conv_wgmma.cu's kernels */
+    /* Its kernels, for images and for videos, if the device has room for their tiles. */
+    CUfunction conv[VM_CONV_ALL_KINDS], conv_video[VM_CONV_ALL_KINDS];
+    char no_cudnn[512]; /* why convs is NULL */
 
     CUstream own, copy, stream; /* stream: of the current run, `own` or the caller's */
     CUevent begun, done;        /* the beginning of the current run, the end of the last one */
@@ -82,7 +83,7 @@ typedef struct vm_gpu {
     size_t graph_most;
 } vm_gpu;
 
-/* Which convolution to use. AUTO: our own in half precision if conv_wgmma.cu's kernel is available, unless cuDNN's is
+/* Which convolution to use. AUTO: our own in half precision if conv_wgmma.cu's kernels are available, unless cuDNN's is
  * timed; otherwise cuDNN's. */
 typedef enum vm_convolution { VM_CONVOLUTION_AUTO, VM_CONVOLUTION_CUDNN, VM_CONVOLUTION_OWN } vm_convolution;
 

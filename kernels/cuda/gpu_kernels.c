@@ -9,15 +9,13 @@ VM_GPU_KERNELS(VM_GPU_FATBIN)
 
 static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
 
-/* Sets wgmma if the device and its machine code have the kernel: other GPUs lack it, and so does code that the driver
+/* Unsets wgmma if the device or its machine code lack the kernel: other GPUs do, and so does code that the driver
  * compiled from PTX. With another number of registers, which another nvcc may choose, the kernel would hang. */
-static vm_status find_wgmma(vm_gpu *g, CUfunction *out) {
-    char name[32];
+static vm_status check_wgmma(vm_gpu *g, CUfunction *out, const char *name) {
     int registers = 0;
-    if (g->capability != 90) return VM_OK;
-    snprintf(name, sizeof name, "vm_conv_%s_wgmma", suffix[g->backend.dtype]);
     const CUresult found = g->d->ModuleGetFunction(out, g->module[VM_KERNEL_CONV_WGMMA], name);
-    if (found == CUDA_ERROR_NOT_FOUND) return VM_OK;
+    g->wgmma = g->wgmma && found != CUDA_ERROR_NOT_FOUND;
+    if (!g->wgmma) return VM_OK;
     const vm_status s = vm_driver_check(g->d, found, name);
     if (s) return s;
     VM_TRY(g, FuncGetAttribute(&registers, CU_FUNC_ATTRIBUTE_NUM_REGS, *out), "asking for a kernel's registers");
@@ -25,16 +23,15 @@ static vm_status find_wgmma(vm_gpu *g, CUfunction *out) {
     return VM_OK;
 }
 
-static vm_status find_conv(vm_gpu *g, uint32_t kind) {
-    const vm_conv_tile tile = vm_conv_tile_at(kind, (size_t)g->shared_max), *t = &tile;
-    CUfunction *out = &g->conv[kind];
+static vm_status find_conv(vm_gpu *g, const vm_conv_tile *t, bool video, CUfunction *out) {
     char name[48];
-    if (!t->resident) return VM_OK; /* it is not chosen either */
-    if (kind == VM_CONV_WGMMA) {
-        const vm_status s = find_wgmma(g, out);
+    const char *const type = suffix[g->backend.dtype], *const end = video ? "_video" : "";
+    if (t->kind >= VM_CONV_WGMMA) {
+        snprintf(name, sizeof name, "vm_conv_%s_wgmma_%u%s", type, t->outs, end);
+        const vm_status s = check_wgmma(g, out, name);
         if (s || !g->wgmma) return s;
     } else {
-        snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u", suffix[g->backend.dtype], t->rows, t->outs, t->stride);
+        snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u%s", type, t->rows, t->outs, t->stride, end);
         VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV], name), name);
     }
     VM_TRY(g, FuncSetAttribute(*out, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)t->shared),
@@ -42,6 +39,18 @@ static vm_status find_conv(vm_gpu *g, uint32_t kind) {
     VM_TRY(g,
            FuncSetAttribute(*out, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_SHAREDMEM_CARVEOUT_MAX_SHARED),
            "giving a convolution its shared memory");
+    return VM_OK;
+}
+
+static vm_status find_convs(vm_gpu *g) {
+    g->wgmma = g->capability == 90;
+    for (uint32_t kind = 0; kind < VM_CONV_ALL_KINDS; kind++) {
+        const vm_conv_tile t = vm_conv_tile_at(kind, (size_t)g->shared_max);
+        if (!t.resident) continue; /* it is not chosen either */
+        vm_status s = find_conv(g, &t, false, &g->conv[kind]);
+        if (!s && vm_conv_of_videos(t)) s = find_conv(g, &t, true, &g->conv_video[kind]);
+        if (s) return s;
+    }
     return VM_OK;
 }
 
@@ -87,9 +96,5 @@ vm_status vm_gpu_load_kernels(vm_gpu *g) {
         snprintf(name, sizeof name, "vm_%s_%s", frames[i].name, suffix[g->backend.dtype]);
         VM_TRY(g, ModuleGetFunction(frames[i].to, g->module[VM_KERNEL_FRAMES], name), name);
     }
-    for (uint32_t kind = 0; g->own_conv && kind < VM_CONV_ALL_KINDS; kind++) {
-        vm_status s = find_conv(g, kind);
-        if (s) return s;
-    }
-    return VM_OK;
+    return g->own_conv ? find_convs(g) : VM_OK;
 }

@@ -31,6 +31,12 @@ VM_DEVICE float vm_activated(uint32_t act, float v) {
     return v;
 }
 
+/* Returns: the row or column that stands for `at`: only one beyond the first or the last is mirrored. */
+VM_DEVICE int32_t vm_mirrored(int32_t at, int32_t count) {
+    if (at == -1) return min(1, count - 1);
+    return at == count ? max(count - 2, 0) : at;
+}
+
 /* Merges mean and squared deviations of other numbers (b) into those of n numbers. share: b's part of all. */
 VM_DEVICE void vm_merge_sums(float n, float share, float &mean, float &m2, float b_mean, float b_m2) {
     const float delta = b_mean - mean;

@@ -5,6 +5,7 @@
  *   either            in blocks (vm_conv_filter_at) if vm_gpu_blocked
  *   vector        [out] floats, padded likewise
  *   of videos     [out][slice][k][k][in]; without slices for earlier frames, rows and columns are exchanged
+ *                 3x3x3 in blocks: the taps are slices and rows, and each column has channels of its own
  *
  * Each of three convolutions in one (qkv) is padded. Filters over time keep only the last slice, unless the model is of
  * videos. These filters are for rows that are the picture's columns (frames.c).
@@ -18,14 +19,18 @@
 
 #include "gpu.h"
 
+/* Returns: inputs of a filter at one of its taps, in blocks. */
+static size_t blocked_in(const vm_weight *w) { return vm_padded(w->in) * vm_weight_slices(w); }
+
 static bool blocked(const vm_backend *b, const vm_weight *w) {
-    return !w->vector && !w->frames && vm_gpu_blocked(b->self, w->ksize, vm_padded(w->in), vm_weight_lanes(w));
+    if (w->vector || (w->frames && !w->past)) return false;
+    return vm_gpu_blocked(b->self, w->ksize, blocked_in(w), vm_weight_lanes(w));
 }
 
 size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w) {
     if (w->vector) return vm_weight_lanes(w) * sizeof(float);
     if (blocked(b, w))
-        return vm_conv_blocked(w->up ? 4 : 1, vm_weight_lanes(w), vm_padded(w->in), w->up ? 4 : w->ksize * w->ksize) *
+        return vm_conv_blocked(w->up ? 4 : 1, vm_weight_lanes(w), blocked_in(w), w->up ? 4 : w->ksize * w->ksize) *
                vm_dtype_bytes(b->dtype);
     return vm_weight_lanes(w) * (w->up ? 16 : w->ksize * w->ksize) * vm_weight_slices(w) * vm_padded(w->in) *
            vm_dtype_bytes(b->dtype);
@@ -74,10 +79,12 @@ vm_status vm_gpu_pack_weight(const vm_backend *b, const vm_weight *w, void *out,
                     const size_t parity = turns ? phase % 2 * 2 + phase / 2 : phase;
                     const float v = w->up ? folded(&from, first, parity, across) : read(&from, first + across);
                     const size_t lane = vm_weight_lane(w, o);
-                    const size_t at =
-                        in_blocks ? vm_conv_filter_at((uint32_t)lanes, (uint32_t)in, (uint32_t)taps, (uint32_t)phase,
-                                                      (uint32_t)lane, (uint32_t)tap, (uint32_t)i)
-                                  : ((phase * lanes + lane) * kept_slices * taps + slice_tap) * in + i;
+                    /* of a video's three columns each has channels of its own */
+                    const size_t columns = kept_slices, in_tap = slice_tap % columns * in + i;
+                    const size_t at = in_blocks ? vm_conv_filter_at((uint32_t)lanes, (uint32_t)blocked_in(w),
+                                                                    (uint32_t)taps, (uint32_t)phase, (uint32_t)lane,
+                                                                    (uint32_t)(slice_tap / columns), (uint32_t)in_tap)
+                                                : ((phase * lanes + lane) * kept_slices * taps + slice_tap) * in + i;
                     vm_set_element(kept, out, at, v);
                     fits &= isfinite(vm_element(kept, out, at)) != 0;
                 }

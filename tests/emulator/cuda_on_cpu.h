@@ -318,7 +318,8 @@ static inline uint64_t vm_matrix_at(uint64_t matrix, uint32_t bytes) {
     if (bytes % 16) vm_fault("a matrix %u bytes further", bytes);
     return matrix + (bytes >> 4);
 }
-static inline void vm_wgmma_hold(float (&)[2][16][4]) {}
+template <int N>
+static inline void vm_wgmma_hold(float (&)[2][N][4]) {}
 static inline void vm_wgmma_begin() {}
 static inline void vm_wgmma_commit(VM_PLACE) {
     vm_meet_warpgroup({file, line}, nullptr, [](void *const[128]) { vm_product_commit(); });
@@ -328,19 +329,21 @@ static inline void vm_wgmma_wait(VM_PLACE) {
     vm_meet_warpgroup({file, line}, nullptr, [](void *const[128]) { vm_product_finish(N); });
 }
 
+template <int N>
 struct vm_wgmma_lent {
-    float (*d)[16][4];
+    float (*d)[N][4];
     uint64_t a, b;
 };
+template <int N>
 struct vm_wgmma_work {
-    float (*d[128])[16][4];
+    float (*d[128])[N][4];
     uint64_t a, b;
 };
 /* Products are exact; each sum is rounded. */
-template <typename T, int HALF>
+template <typename T, int N, int HALF>
 static inline void vm_wgmma_now(const void *what) {
-    const vm_wgmma_work *const work = (const vm_wgmma_work *)what;
-    typedef float row __attribute__((vector_size(512))); /* 128 columns */
+    const vm_wgmma_work<N> *const work = (const vm_wgmma_work<N> *)what;
+    typedef float row __attribute__((vector_size(512))); /* up to 128 columns */
     const auto number = [](uint64_t matrix, uint32_t r, uint32_t c) {
         const uint32_t rows = (matrix >> 32 & 0x3fff) << 4, columns = (matrix >> 16 & 0x3fff) << 4;
         const char *const at = (const char *)vm_dynamic_shared() + ((matrix & 0x3fff) << 4) + r / 8 * rows +
@@ -350,32 +353,32 @@ static inline void vm_wgmma_now(const void *what) {
         memcpy(&v, at, 2);
         return vm_to_float(v);
     };
-    row b[16];
+    row b[16] = {};
     for (int k = 0; k < 16; k++)
-        for (int n = 0; n < 128; n++) b[k][n] = number(work->b, (uint32_t)n, (uint32_t)k);
+        for (int n = 0; n < 8 * N; n++) b[k][n] = number(work->b, (uint32_t)n, (uint32_t)k);
     for (uint32_t m = 0; m < 64; m++) {
-        row sum;
+        row sum = {};
         const auto place = [&](int n) -> float & {
             return work->d[m / 16 * 32 + m % 8 * 4 + n % 8 / 2][m / 8 % 2][n / 8][2 * HALF + n % 2];
         };
-        for (int n = 0; n < 128; n++) sum[n] = place(n);
+        for (int n = 0; n < 8 * N; n++) sum[n] = place(n);
         for (uint32_t k = 0; k < 16; k++) sum += number(work->a, m, k) * b[k];
-        for (int n = 0; n < 128; n++) place(n) = sum[n];
+        for (int n = 0; n < 8 * N; n++) place(n) = sum[n];
     }
 }
-template <typename T, int HALF>
-static inline void vm_wgmma_64x128(float (&d)[2][16][4], uint64_t a, uint64_t b, VM_PLACE) {
-    vm_wgmma_lent mine = {d, a, b};
+template <typename T, int N, int HALF>
+static inline void vm_wgmma_64(float (&d)[2][N][4], uint64_t a, uint64_t b, VM_PLACE) {
+    vm_wgmma_lent<N> mine = {d, a, b};
     vm_meet_warpgroup({file, line}, &mine, [](void *const lanes[128]) {
-        vm_wgmma_work work;
-        const vm_wgmma_lent *const first = (vm_wgmma_lent *)lanes[0];
+        vm_wgmma_work<N> work;
+        const vm_wgmma_lent<N> *const first = (vm_wgmma_lent<N> *)lanes[0];
         work.a = first->a, work.b = first->b;
         for (int i = 0; i < 128; i++) {
-            const vm_wgmma_lent *const l = (vm_wgmma_lent *)lanes[i];
+            const vm_wgmma_lent<N> *const l = (vm_wgmma_lent<N> *)lanes[i];
             if (l->a != work.a || l->b != work.b) vm_fault("a warpgroup multiplies different matrices");
             work.d[i] = l->d;
         }
-        vm_product_later(vm_wgmma_now<T, HALF>, &work, sizeof work);
+        vm_product_later(vm_wgmma_now<T, N, HALF>, &work, sizeof work);
     });
 }
 

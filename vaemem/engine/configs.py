@@ -408,8 +408,6 @@ def _read_ltx(said: Arch, config: Mapping[str, Any]) -> Arch:
     for key, one in {"down_block_types": "LTX2VideoDownBlock3D", "decoder_inject_noise": False}.items():
         if said[key] and set(said[key]) != {one}:
             raise _bad_config(key, f"only {one}, which runs here", said[key])
-    if not said["encoder_causal"]:
-        raise _bad_config("encoder_causal", "true", False)
     for half in ("encoder", "decoder"):
         if (mode := said[f"{half}_spatial_padding_mode"]) not in ("zeros", "reflect"):
             raise _bad_config(f"{half}_spatial_padding_mode", "zeros or reflect", mode)

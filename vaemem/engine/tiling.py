@@ -69,7 +69,7 @@ class Tiling:
         return f"Tiling({', '.join(f'{name}={value!r}' for name, value in given)})"
 
 
-def images_tiled(tiling: Tiling) -> ArgumentError:
+def tiles_of_video(tiling: Tiling) -> ArgumentError:
     """Make the error for tiles of a video."""
     return ArgumentError("tiling", "None for videos", repr(tiling), ("use ", Named("memory_limit"), ": it is exact"))
 
@@ -85,7 +85,7 @@ def cut(
     if not isinstance(tiling, Tiling):
         raise ArgumentTypeError("tiling", "a vaemem.Tiling or None", type(tiling).__name__)
     if request["frames"] > 1:
-        raise images_tiled(tiling)
+        raise tiles_of_video(tiling)
     if limit:
         exact = "a limit is exact and tiles are not"
         raise ArgumentError("memory_limit", ("no limit with ", Named("tiling"), f" ({exact})"), "both")

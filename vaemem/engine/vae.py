@@ -19,7 +19,7 @@ from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
 from vaemem.engine.model import Model
 from vaemem.engine.records import Encoded, Run, make_run
-from vaemem.engine.tiling import Tiling, advise_tiles, cut, images_tiled
+from vaemem.engine.tiling import Tiling, advise_tiles, cut, tiles_of_video
 
 
 class VAE(Model):
@@ -476,7 +476,7 @@ class VAE(Model):
     ) -> Any:
         limit, runner, op = self._limit(memory_limit), self._runner, arrays.request["op"]
         if tiling is not None and len(arrays.shape) == 5:
-            raise images_tiled(tiling)
+            raise tiles_of_video(tiling)
         choose("on_out_of_memory", self.on_out_of_memory, ("retry", "raise"))
         cache = None if self.cache_limit is None else parse_size("cache_limit", self.cache_limit, least=0)
         tiles = cut(runner, tiling, self.sample_size, arrays.request, limit)
