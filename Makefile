@@ -25,7 +25,7 @@ SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
-.PHONY: help demo test golden docs site bench check thorough lint asan clang pythons packages fuzz older quantised ray apps invokeai windows format wheels clean \
+.PHONY: help demo test golden docs site bench scoreboard check thorough lint asan clang pythons packages fuzz older quantised ray apps invokeai windows format wheels clean \
         build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session reproduce drift
 
 demo: $(VENV)/demo.stamp ## the demo's page: out/index.html
@@ -65,6 +65,9 @@ bench: $(VENV)/bench.stamp ## speed and memory compared with PyTorch and OpenVIN
 
 reproduce: $(VENV)/test.stamp ## judges what others published; ONLY="guide note" for a part (benchmarks/published)
 	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks $(BIN)/python -m published $(ONLY)
+
+scoreboard: $(VENV)/test.stamp ## scores estimators on published measurements; writes docs/ESTIMATORS.md (seconds)
+	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks $(BIN)/python benchmarks/scoreboard.py
 
 drift: $(VENV)/test.stamp ## records pipelines again with what is installed, and reports what differs (hours; ONLY="krea2 sana")
 	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks COMFYUI=$(COMFYUI) $(BIN)/python benchmarks/drift.py $(ONLY)

@@ -1,0 +1,160 @@
+"""The scoreboard in words, tables and a figure: what docs/ESTIMATORS.md shows."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Sequence
+from html import escape
+
+from measurements.vocabulary import HERE, Measurement
+from scoreboard import CARDS, Score, Scored
+
+BEGIN, END = "<!-- scoreboard.py writes from here -->", "<!-- to here -->"
+LARGE = 0.05  # an error that gets a cause
+# The figure: pixels, and the ratios at its ends.
+WIDTH, LEFT, RIGHT, ROW, LEAST, MOST = 770, 200, 20, 56, 1 / 4, 4.0
+
+
+def percent(share: float) -> str:
+    """Format a share: two digits, and no more decimals than it needs."""
+    value = 100 * share
+    return f"{value:.0f}%" if value >= 10 else f"{value:.1f}%" if value >= 1 else f"{value:.2f}%"
+
+
+def causes() -> list[dict[str, str]]:
+    """Read causes.csv: why vaemem's answers to some rows are wrong."""
+    with open(HERE / "causes.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def cause_of(row: Measurement, known: Sequence[dict[str, str]]) -> str:
+    """Return why the answer to a row is wrong; "" if nobody knows."""
+    words = f"{row.source} {row.model} {row.dtype} {row.components} {row.settings} {row.way} {row.device} {row.counter}"
+    for cause in known:
+        if all(word in words for word in cause["words"].split("; ")):
+            return cause["cause"]
+    return ""
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    cells = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in cells)
+
+
+def score_table(scores: Sequence[Score]) -> str:
+    head = ("estimator", "answered", "median error", "19 of 20 within", "worst", "says it fits, and it does not",
+            "says it does not, and it fits")  # fmt: skip
+    return table(head, [
+        (f"**{s.name}**" if i == 0 else s.name, f"{s.answered} of {s.asked}", percent(s.median), percent(s.p95),
+         percent(s.worst), s.too_small, s.too_large) for i, s in enumerate(scores)
+    ])  # fmt: skip
+
+
+def summary(rows: Sequence[Scored]) -> tuple[object, ...]:
+    """Count rows and vaemem's answers, with the answers' median error, 19 of 20, and worst."""
+    errors = sorted(abs(answer.bytes / row.bytes - 1) for row, answer in rows if answer)
+    if not errors:
+        return (len(rows), 0, "", "", "")
+    shown = (errors[len(errors) // 2], errors[int(0.95 * (len(errors) - 1))], errors[-1])
+    return (len(rows), len(errors), *map(percent, shown))
+
+
+def grouped(rows: Sequence[Scored], name: str) -> list[tuple[object, ...]]:
+    """Sum up rows by a column, the most frequent value first."""
+    groups: dict[str, list[Scored]] = {}
+    for pair in rows:
+        groups.setdefault(getattr(pair[0], name), []).append(pair)
+    return [(key, *summary(of)) for key, of in sorted(groups.items(), key=lambda item: -len(item[1]))]
+
+
+def of_sources(rows: Sequence[Scored]) -> str:
+    """Make a CSV of vaemem's errors by source."""
+    head = ("source", "rows", "answered", "median_error", "19_of_20_within", "worst")
+    return "".join(",".join(map(str, line)) + "\n" for line in (head, *grouped(rows, "source")))
+
+
+def of_errors(rows: Sequence[Scored]) -> str:
+    """Make the table of vaemem's large errors by their causes."""
+    known = causes()
+    groups: dict[tuple[str, str], list[float]] = {}
+    for row, answer in rows:
+        error = answer.bytes / row.bytes - 1 if answer else 0.0
+        if abs(error) > LARGE:
+            groups.setdefault((cause_of(row, known) or "not known", row.source), []).append(error)
+    lines = [
+        (source, len(errors), f"{100 * min(errors):+.0f}% to {100 * max(errors):+.0f}%", cause)
+        for (cause, source), errors in sorted(groups.items(), key=lambda item: -max(map(abs, item[1])))
+    ]
+    return table(("source", "rows", "errors", "cause"), lines)
+
+
+def text(unseen: Sequence[Score], every: Sequence[Score], rows: Sequence[Scored], counts: dict[str, int]) -> str:
+    """Write the part of the document with numbers."""
+    own, bounded = unseen[0], unseen[0].bounded
+    worst = own.worst_row
+    assert worst is not None
+    return f"""\
+**vaemem's median error is {percent(own.median)}. Its worst one is {percent(own.worst)}.** It answers {own.answered} of
+the {own.asked} measurements that no rule of it was learned from. 19 of 20 answers are within {percent(own.p95)}.
+The worst is {worst.model}, {worst.op.replace("_", " ")}, {worst.height}x{worst.width}, by {worst.source}.
+Its bound holds for {own.within} of the {bounded} reserved values that have one. In the median the bound lies
+{percent(own.above)} above the measured value.
+
+![Each dot is a measurement: what an estimator says, divided by what was measured](images/scoreboard.svg)
+
+{score_table(unseen)}
+
+The same with all {counts["scored"]} rows, those included that vaemem has learned from:
+
+{score_table(every)}
+
+A verdict is asked of cards with {", ".join(map(str, CARDS[:-1]))} and {CARDS[-1]} GiB. It is wrong
+if one of them lies between the estimate and the measured value.
+
+## Where vaemem is wrong, and why
+
+Errors above {percent(LARGE)}:
+
+{of_errors(rows)}
+
+## By counter
+
+{table(("counter", "rows", "answered", "median error", "19 of 20 within", "worst"), grouped(rows, "counter"))}
+
+There are {counts["all"]} rows of {counts["sources"]} sources by {counts["publishers"]} publishers.
+{counts["doubtful"]} are doubtful, and are not scored. `benchmarks/results/scoreboard.csv` has the errors by source.
+"""
+
+
+def figure(answers: Sequence[tuple[str, Sequence[Scored]]]) -> str:
+    """Draw each estimator's answers as dots: the estimate divided by the measured value, on a logarithmic scale."""
+    height = ROW * len(answers) + 70
+
+    def x_of(ratio: float) -> float:
+        share = math.log(min(max(ratio, LEAST), MOST) / LEAST) / math.log(MOST / LEAST)
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"',
+        ' font-family="sans-serif" font-size="13">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="{x_of(0.5):.0f}" y="18" text-anchor="middle" fill="#b00">says too little: out of memory</text>',
+        f'<text x="{x_of(2):.0f}" y="18" text-anchor="middle" fill="#666">says too much</text>',
+    ]
+    for ratio, label in ((1 / 4, "a quarter"), (1 / 2, "half"), (1, "exact"), (2, "twice"), (4, "4 times")):
+        x, colour = x_of(ratio), "#222" if ratio == 1 else "#ccc"
+        anchor = "start" if ratio == LEAST else "end" if ratio == MOST else "middle"
+        out.append(f'<line x1="{x:.1f}" y1="26" x2="{x:.1f}" y2="{height - 34}" stroke="{colour}"/>')
+        out.append(f'<text x="{x:.1f}" y="{height - 16}" text-anchor="{anchor}">{label}</text>')
+    for place, (name, rows) in enumerate(answers):
+        middle, jitter = 26 + ROW * (place + 0.5), random.Random(place)
+        colour = "#06c" if place < 2 else "#c60"
+        out.append(f'<text x="{LEFT - 10}" y="{middle + 4:.0f}" text-anchor="end">{escape(name)}</text>')
+        for row, answer in rows:
+            if answer:
+                y = middle + ROW * 0.36 * (2 * jitter.random() - 1)
+                x = x_of(answer.bytes / row.bytes)
+                out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{colour}" fill-opacity="0.35"/>')
+    return "\n".join([*out, "</svg>", ""])
