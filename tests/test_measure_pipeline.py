@@ -594,6 +594,48 @@ def test_what_is_loaded_is_checked_before_it_is_built(monkeypatch, capsys):
     assert "source: expected a folder of diffusers', an id whose files are in the Hub's cache, or with --random" in said
 
 
+def test_a_vaes_run(monkeypatch, capsys, tmp_path):
+    """`vaemem measure sdxl decode 1024`, on a GPU that is not there: next to the prediction, and for the scoreboard."""
+    made = vaemem.predict("sdxl", "decode", 1024, 1024, "float16", gpu="L40S", torch_version="2.9.1+cu128")
+    row = {
+        "model": "sdxl", "op": "decode", "height": 1024, "width": 1024, "batch": 1, "dtype": "float16",
+        "runtime": "diffusers", "device": made.gpu, "source": "measured", "versions": "torch 2.9.1+cu128, cudnn 9.10.2",
+        "allocated_bytes": made.allocated, "reserved_bytes": made.reserved,
+    }  # fmt: skip
+    asked, place = [], types.SimpleNamespace(type="cuda")
+    monkeypatch.setattr(vaemem.pytorch.measuring, "find_device", lambda _: place)
+    monkeypatch.setattr(vaemem.pytorch, "measure", lambda *a, **k: asked.append((*a, k)) or Table([row]))
+    assert main(["measure", "sdxl", "decode", "1024", "--batch", "1", "-o", str(tmp_path / "m.csv")]) == 0
+    assert asked == [("sdxl", "decode", [(1024, 1024)], "float16", {"batch": 1})]
+    said = capsys.readouterr()
+    assert "reserved MiB" in said.out and said.err.endswith("allocated +0.0%, reserved +0.0%\n")
+    assert Table.from_csv(tmp_path / "m.csv") == Table([row])
+    assert main(["measure", "sdxl", "decode", "1024", "--contribute"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[2].endswith(f"reserved above,{made.reserved},,")
+    row |= {"reserved_bytes": made.reserved * 2}
+    assert main(["measure", "sdxl", "decode", "1024"]) == 0
+    assert "tensors agree; cuDNN's workspaces or the allocator's segments differ" in capsys.readouterr().err
+    row |= {"allocated_bytes": made.allocated * 2}
+    assert main(["measure", "sdxl", "decode", "1024"]) == 0
+    assert made.peak_tensors[0].name in capsys.readouterr().err
+
+    def full(*_, **__):
+        raise vaemem.pytorch.measuring.OUT_OF_MEMORY("CUDA out of memory. Tried to allocate 4.00 GiB.")
+
+    monkeypatch.setattr(vaemem.pytorch, "measure", full)
+    assert main(["measure", "sdxl", "decode", "1024"]) == 1
+    assert (
+        capsys.readouterr().err
+        == "vaemem measure: it runs out of memory: CUDA out of memory. Tried to allocate 4.00 GiB.\n"
+    )
+    place.type = "cpu"
+    for words in (["decode", "64", "--steps", "2"], ["64", "128", "--random"], ["decode", "64", "--contribute"]):
+        assert main(["measure", "sdxl", *words]) == 2
+    said = capsys.readouterr().err
+    assert [line.split(": ")[1] for line in said.splitlines()] == ["--steps", "size", "--contribute"]
+
+
 @pytest.mark.older
 def test_a_folder_is_loaded_offline(tmp_path):
     (tmp_path / "made").mkdir()

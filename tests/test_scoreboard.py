@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from errors import refused
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -15,8 +16,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import scoreboard
 import scoreboard_page
 from measurements import clean
-from measurements.vocabulary import COLUMNS, Measurement, parse, read_rows, read_sources
+from measurements.vocabulary import Measurement, parse, read_rows, read_sources
 from scoreboard import Answer, Estimator, ask, score, wrong_cards
+
+from vaemem.tables.contribution import CONTRIBUTED as COLUMNS
+from vaemem.tables.contribution import contribution
 
 GOOD = dict.fromkeys(COLUMNS, "") | {
     "source": "somebody/repository#1", "runtime": "diffusers", "model": "sdxl", "op": "decode", "height": "1024",
@@ -77,6 +81,24 @@ def test_the_line_of_a_wrong_row_is_named(tmp_path):
     (tmp_path / "rows.csv").write_text(wrong.replace("vram", "reserved").replace("somebody/repository#1", "nobody", 1))
     with pytest.raises(ValueError, match=r"line 2: source: expected"):
         read_rows(tmp_path)
+
+
+def test_a_measured_run_is_a_line_of_the_rows(tmp_path):
+    """What `vaemem measure --contribute` prints, with an address, is read as rows.csv is."""
+    measured = {"source": "measured", "device": "NVIDIA L40S", "runtime": "diffusers", "dtype": "float16", "batch": 1}
+    runs = [
+        {"model": "sdxl", "op": "decode", "height": 64, "width": 72, "allocated_bytes": 9, "reserved_bytes": 11},
+        {"model": "flux", "op": "pipeline", "phase": "whole", "height": 64, "width": 64, "reserved_bytes": 12,
+         "way": "offload none, VAE whole"},
+    ]  # fmt: skip
+    runs = [measured | one for one in runs]
+    lines = csv.DictReader(contribution(runs).splitlines())
+    found = [parse({**line, "source": "somebody/repository#1"}) for line in lines]
+    assert [(one.counter, one.bytes, one.phase) for one in found] == [
+        ("allocated above", 9, ""), ("reserved above", 11, ""), ("reserved", 12, "")]  # fmt: skip
+    for other in ({"device": "cpu"}, {"source": "predicted"}):
+        with refused("contribute"):
+            contribution([runs[0] | other])
 
 
 # ---- sheets ----

@@ -19,8 +19,9 @@ import sys
 from collections.abc import Iterator
 
 import vaemem
-from measurements.vocabulary import COLUMNS, HERE, SOURCE_COLUMNS, parse
+from measurements.vocabulary import HERE, SOURCE_COLUMNS, parse
 from vaemem.prediction.gpus import find_gpu
+from vaemem.tables.contribution import CONTRIBUTED as COLUMNS
 
 SEEN = "2026-11"
 Words = list[tuple[str, str]]

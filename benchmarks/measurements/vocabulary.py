@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from vaemem.tables.contribution import CONTRIBUTED as COLUMNS
+
 HERE = Path(__file__).parent
 COUNTERS = {
     "allocated": "torch.cuda.max_memory_allocated() of the process",
@@ -64,11 +66,6 @@ SETTINGS = {
     "gradients": "without torch.no_grad()",
 }
 NUMBERS = ("height", "width", "batch", "frames", "tokens", "steps", "tile", "bytes")
-COLUMNS = (
-    *("source", "runtime", "model", "op", "phase", "height", "width", "batch", "frames", "tokens", "steps", "dtype"),
-    *("components", "tile", "tile_overlap", "way", "device", "versions", "settings", "counter", "bytes", "doubtful"),
-    "note",
-)
 SOURCE_COLUMNS = ("source", "publisher", "address", "license", "seen", "learned")
 
 

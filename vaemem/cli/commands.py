@@ -500,24 +500,66 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 @command(
     "vaemem:predict_pipeline",
-    "source random size batch steps measured_offload measured_vae dtype prompt call_guidance measured_csv exact format",
+    "source run random batch steps measured_offload measured_vae dtype prompt call_guidance"
+    " contribute measured_csv exact format",
 )
 def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    """Measure a diffusers pipeline on this GPU, next to its prediction.
+    """Measure a diffusers pipeline, or a VAE's run, on this GPU, next to its prediction.
     The exit status is 1 if it runs out of memory.
 
-    vaemem measure sdxl 1024 --random
+    vaemem measure sdxl decode 1024
     """
-    others = ["diffusers", "transformers", *["accelerate"] * (asked.get("offload", "none") != "none")]
+    op, sizes = args.run_words
+    offloads = asked.get("offload", "none") != "none"
+    others = ["diffusers"] if op else ["diffusers", "transformers", *["accelerate"] * offloads]
     need("torch", "measure", *others)  # names all missing packages at once
+    from vaemem.pytorch.measuring import find_device
+
+    if args.contribute and find_device(None).type == "cpu":
+        raise ArgumentError("contribute", "a GPU, because a process's resident size is not scored", "a CPU")
+    return _measure_vae(args, op, sizes, asked) if op else _measure_pipeline(args, sizes, asked)
+
+
+def _measure_vae(args: argparse.Namespace, op: Any, sizes: list[tuple[int, int]], asked: dict[str, Any]) -> int:
+    """Measure with random weights, which affect neither memory nor time."""
+    from vaemem import pytorch
+    from vaemem.tables.contribution import contribution
+
+    for name in ("steps", "offload", "vae"):
+        if name in asked:
+            raise ArgumentError(name, "", f"only for a whole pipeline; {args.source} {op} is a VAE's run")
+    is_cpu = pytorch.measuring.find_device(None).type == "cpu"
+    dtype = asked.get("dtype", "float32" if is_cpu else "float16")
+    try:
+        table = pytorch.measure(args.source, op, sizes, dtype, batch=asked.get("batch", 1))
+    except pytorch.measuring.OUT_OF_MEMORY as full:
+        print(f"vaemem measure: it runs out of memory: {full}".splitlines()[0], file=sys.stderr)
+        return 1
+    if args.csv:
+        table.to_csv(args.csv)
+    if args.contribute:
+        print(contribution(table), end="")
+    elif args.format == "text":
+        print(table)
+    else:
+        _print(table, args)
+    for said in filter(None, map(pytorch.measuring.against_prediction, table)):
+        print(f"vaemem measure: {said}", file=sys.stderr)
+    return 0
+
+
+def _measure_pipeline(args: argparse.Namespace, sizes: list[tuple[int, int]], asked: dict[str, Any]) -> int:
     from vaemem import pytorch
     from vaemem.pipelines.components import PIPELINES, known_pipeline
     from vaemem.pipelines.pipeline_request import image_sides
+    from vaemem.tables.contribution import contribution
 
     loaded = {name: asked[name] for name in ("dtype", "offload", "vae") if name in asked}
     called: dict[str, Any] = {name: asked[name] for name in ("batch", "steps") if name in asked}
     known = PIPELINES[known_pipeline("source", args.source)] if args.random else None
-    height, width = args.size
+    if len(sizes) > 1:
+        raise ArgumentError("size", "one, because a pipeline is loaded for it", f"{len(sizes)}")
+    ((height, width),) = sizes
     if known:
         image_sides(height, width, known.stride, f" for {args.source}")
         called.setdefault("steps", known.steps)
@@ -533,7 +575,10 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
         return pytorch.load_pipeline(args.source, random=args.random, **loaded)
 
     measured = pytorch.measure_pipeline(load, height, width, prompt=args.prompt, **called)
-    _print(measured, args)
+    if args.contribute:
+        print(contribution(measured.rows()), end="")
+    else:
+        _print(measured, args)
     if args.csv:
         measured.to_csv(args.csv)
     return 1 if measured.out_of_memory_at else 0

@@ -254,7 +254,8 @@ FLAGS: dict[str, FlagSettings] = {
     "time_limit": _flag(metavar="SECONDS"),
     "source": _flag(
         Later("pipelines.components:PIPELINES",
-              "A diffusers folder, or an id whose files are in the Hub's cache; with --random one of {}.")),
+              "A diffusers folder, or an id whose files are in the Hub's cache; with --random one of {}. For a VAE's"
+              " run a model's name or a config.json.")),
     "folder": _flag("A pipeline's folder as diffusers saves it, or an id whose files are in the Hub's cache."),
     "random": _flag("Build the pipeline at full size with random weights, without files.", action="store_true"),
     "prompt": _flag("The prompt.", default="a photo of a cat"),
@@ -310,6 +311,8 @@ FLAGS |= {
         dest="offload"),
     "measured_vae": _flag("How the VAE runs.", choices=Later("pipelines.pipeline_request:TORCH_WAYS"), dest="vae"),
     "call_guidance": _like("guidance", help="Call the pipeline with a guidance_scale of 0.", default=True),
+    "contribute": _flag("Print lines for the scoreboard instead: paste them into an issue of that name.",
+        action="store_true"),
     "measured_csv": _like("csv", option="-o --csv"),
     "whose_runtime": _like("runtime", choices=None,
         help=Later("prediction.runtimes:PROGRAM_NAMES pipelines.by_programs:PREDICTED_RUNTIMES",

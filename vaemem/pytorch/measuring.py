@@ -29,6 +29,7 @@ from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.configs import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.job import OVERLAP, TINY_OVERLAP
+from vaemem.prediction.predict import predict
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch.converting import convert
@@ -36,6 +37,8 @@ from vaemem.pytorch.recording import record
 from vaemem.tables.sweep import image_sizes
 from vaemem.tables.table import Row, Table
 
+OUT_OF_MEMORY = torch.OutOfMemoryError
+LARGE_ERROR = 0.02  # a share of the predicted value, beyond which a measurement contradicts it
 PROFILE_COLUMNS = ("gpu", "torch", "cudnn", *Conv._fields, "workspace_bytes")
 
 
@@ -293,6 +296,32 @@ def measure(
     if profile is not None:
         _write_profile(profile, place, workspaces)
     return Table(rows)
+
+
+def against_prediction(row: Row) -> str:
+    """Compare a row that `measure` made on a GPU with `vaemem.predict`, in words; "" on a CPU. If they differ by more
+    than 2%, say in which part of the memory, and which module the prediction has at its peak."""
+    if row["device"] == "cpu":
+        return ""
+    torch_version, cudnn = (part.split()[1] for part in row["versions"].split(", ")[:2])
+    try:
+        made = predict(
+            row["model"], row["op"], row["height"], row["width"], row["dtype"], row["batch"], gpu=row["device"],
+            torch_version=torch_version, cudnn_version=cudnn, tile=row["tile"],
+        )  # fmt: skip
+    except ValueError as unknown:
+        return f"not predicted: {unknown}"
+    found = {name: row[f"{name}_bytes"] / getattr(made, name) - 1 for name in ("allocated", "reserved")}
+    shares = ", ".join(f"{name} {100 * share:+.1f}%" for name, share in found.items())
+    said = f"{row['op']} {row['height']}x{row['width']} {row['dtype']}: measured next to predicted, {shares}"
+    if max(map(abs, found.values())) <= LARGE_ERROR:
+        return said
+    tensors = abs(found["allocated"]) > LARGE_ERROR
+    what = "tensors differ" if tensors else "tensors agree; cuDNN's workspaces or the allocator's segments differ"
+    largest = made.peak_tensors[0]
+    at = f"the prediction's largest at its peak: {largest.name}, {largest.bytes >> 20} MiB"
+    segments = f"{row['reserved_bytes'] - row['allocated_bytes'] >> 20} MiB beyond tensors, predicted "
+    return f"{said}; {what} ({at}; {segments}{made.reserved - made.allocated >> 20} MiB)"
 
 
 def _average(done: Sequence[Measurement]) -> dict[str, Any]:
