@@ -110,9 +110,10 @@ class AttentionArgs(Args):
 class ConvArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "w", "scale", "shift", "factor", "bias", "add", "y", "stats", "flags")),
+        ("first_factor", c_uint64),
         *((name, c_uint32) for name in ("x_h", "x_w", "x_pitch", "in_c")),
         *((name, c_uint32) for name in ("y_h", "y_w", "y_pitch", "y_c", "add_pitch")),
-        *((name, c_uint32) for name in ("first_item", "items", "first_factor")),
+        *((name, c_uint32) for name in ("first_item", "items")),
         *((name, Ring) for name in ("x_ring", "y_ring", "add_ring")),
         *((name, c_uint32) for name in ("k", "stride", "pad_y", "pad_x", "up", "act", "relu", "blocked")),
         *((name, c_uint32) for name in ("x_c", "x_rows", "held", "mirrored")),

@@ -331,8 +331,8 @@ def test_shapes(conv, dtype, shape):
 @every_dtype
 @pytest.mark.parametrize("tile", [t for t in TILES if t not in WGMMA], ids=lambda t: "{}x{}_{}".format(*t))
 def test_filters_in_blocks_give_the_same_bits(conv, dtype, tile):
-    """Filters of more than two blocks."""
-    case = Case(dtype, 3, 3, 80, 272, k=1 if tile == FLAT else 3, stride=tile[2], norm=True)
+    """Filters of more than two blocks, of 128 outputs and of 96."""
+    case = Case(dtype, 3, 3, 80, 528, k=1 if tile == FLAT else 3, stride=tile[2], norm=True)
     runs = [conv(case, tile, blocked=blocked) for blocked in (False, True)]
     assert runs[0].y.tobytes() == runs[1].y.tobytes()
 

@@ -401,7 +401,7 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     a.scale = scale_of(p, at);
     a.shift = shift_of(p, at);
     a.factor = vm_norm_by_pixel(p->norm) ? scratch_at(at, s->factor) : NULL;
-    a.first_factor = (uint32_t)(x.first * p->x.w);
+    a.first_factor = x.first * p->x.w;
     a.bias = at->bias;
     a.add = p->add ? at->add.data : NULL;
     a.add_pitch = pitch_of(&at->add, &p->y);

@@ -1,15 +1,15 @@
 /* conv_wgmma: computes the same as conv.cu, for stride 1, on Hopper GPUs. Their tensor cores read both factors from
  * shared memory.
  *
-  * A block has four warpgroups. The first two multiply: each has 8 of the tile's 16 rows, as two products of 64 pixels
-  * (8 rows by 8 columns) by 128 or 96 channels, and ends its rows as conv.cu does. They share x and filters but do not
-  * wait for each other, so one may multiply while the other adds, rounds, stores and measures. In the other two, one
-  * thread has filters copied into a ring, one tap of a chunk after another, and seven warps normalise and activate
-  * chunks of 64 channels of x with their halo.
+ * A block has four warpgroups. The first two multiply: each has 8 of the tile's 16 rows, as two products of 64 pixels
+ * (8 rows by 8 columns) by 128 or 96 channels, and ends its rows as conv.cu does. They share x and filters but do not
+ * wait for each other, so one may multiply while the other adds, rounds, stores and measures. In the other two, one
+ * thread has filters copied into a ring, one tap of a chunk after another, and seven warps normalise and activate
+ * chunks of 64 channels of x with their halo.
  *
  *   full_x, empty_x: two chunks of x           full_w, empty_w: the slots of the ring
  *   x        [8 planes][18][18][8 channels]    a tap's pixels are 16 bytes apart in a row,
- *   filter   [8 planes][128][8 channels]       and rows 288: no other copy is made of them
+ *   filter   [8 planes][outs][8 channels]      and rows 288: no other copy is made of them
  *
  * A video's 3x3x3 convolution has pictures of frames and columns, and the channels of three rows. With 96 channels they
  * are four and a half chunks: only the channels that there are get multiplied. */
@@ -88,14 +88,17 @@ VM_DEVICE bool vm_wgmma_pixel(const vm_conv_args &a, const vm_wgmma_chunk &at, u
  * pixels, an image's is one of groups then. */
 enum vm_wgmma_change { VM_WGMMA_COPY, VM_WGMMA_SILU, VM_WGMMA_ANY };
 
-/* Prefetches the chunk that begins with channel c into the L2 cache. */
+/* Prefetches the chunk that begins with channel c into the L2 cache; a video's may lie in several rows. */
 template <typename T, typename S>
 VM_DEVICE void vm_wgmma_prefetch(const vm_conv_args &a, vm_wgmma_chunk at, uint32_t c, uint32_t thread) {
-    at.from = vm_conv_source_of<S>(a, at.plane, c);
-    for (uint32_t i = thread; i < VM_WGMMA_PIXELS; i += VM_WGMMA_INPUTS) {
-        uint32_t y, x;
-        if (!vm_wgmma_pixel<S>(a, at, i, y, x)) continue;
-        vm_prefetch(static_cast<const T *>(a.x) + vm_conv_x_pixel<S>(a, at.from, y, x) * a.x_pitch + at.from.c);
+    const uint32_t end = min(c + VM_CONV_CHUNK, a.in_c);
+    for (; c < end; c += S::VIDEO ? a.x_c - at.from.c : (uint32_t)VM_CONV_CHUNK) {
+        at.from = vm_conv_source_of<S>(a, at.plane, c);
+        for (uint32_t i = thread; i < VM_WGMMA_PIXELS; i += VM_WGMMA_INPUTS) {
+            uint32_t y, x;
+            if (!vm_wgmma_pixel<S>(a, at, i, y, x)) continue;
+            vm_prefetch(static_cast<const T *>(a.x) + vm_conv_x_pixel<S>(a, at.from, y, x) * a.x_pitch + at.from.c);
+        }
     }
 }
 
@@ -233,6 +236,7 @@ VM_DEVICE void vm_wgmma_pass(const vm_conv_args &a, const vm_wgmma_barriers &bar
 #pragma unroll 1
         for (uint32_t tap = 0; tap < a.k * a.k; tap++, w.next()) {
             vm_barrier_wait(bars.full_w + w.at, w.parity);
+            __syncwarp(); /* all lanes have seen this round: the next one changes the parity */
             if (first) vm_barrier_arrive(bars.empty_w + w.at);
         }
         if (first) vm_barrier_arrive(bars.empty_x + x.at);

@@ -223,10 +223,10 @@ static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t larg
  *   y[Y][X][o] = bias[o] * bias_scale + add[Y][X][o] + sum over taps a, b and channels c of
  *                w[o][a][b][c] * f(x[Y * stride + a - pad_y][X * stride + b - pad_x][c])
  *
-  * f(v) = act(v * factor[pixel] * scale[c] + shift[c]) (the factors given), SiLU or ReLU, then * multiply, rounded to
-  * the type; zero outside x. With relu y is at least 0. k = 3 with pads of 1, 1 without, and 3 with stride 2 and pads
-  * of 0 or 1. After nearest 2x (up) k = 2, and w is [4 phases][o][a][b][c]: y[2 i + py][2 j + px] sums over x[i + py +
-  * a - 1][j + px + b - 1], phase = 2 * py + px.
+ * f(v) = act(v * factor[pixel] * scale[c] + shift[c]) (the factors given), SiLU or ReLU, then * multiply, rounded to
+ * the type; zero outside x. With relu y is at least 0. k = 3 with pads of 1, 1 without, and 3 with stride 2 and pads
+ * of 0 or 1. After nearest 2x (up) k = 2, and w is [4 phases][o][a][b][c]: y[2 i + py][2 j + px] sums over x[i + py +
+ * a - 1][j + px + b - 1], phase = 2 * py + px.
  *
  * Sums over all taps and channels are in float, bias and add too. Channels: x has in_c, padded with zeros to a multiple
  * of VM_BLOCK; w has as many, and its filters and bias are padded likewise. y gets all VM_ROUND_UP(y_c, VM_BLOCK); the
@@ -236,22 +236,22 @@ static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t larg
  *
  * add may be y itself. y may be x if k is 1, vm_conv_choose was called with in_place, and both have the same pitch.
  *
-  * vm_conv_<dtype>_.._video: a video's 3x3x3 convolution, of x [x_rows][x_h][x_w][x_pitch]. Each row of y is a
-  * picture of frames (x_h, y_h) and columns, and filters have the channels of the three rows that they meet: in_c is
-  * 3 * x_c. held, mirrored: as in vm_pass. The user's video is written as by vm_scatter. There are no sums. */
+ * vm_conv_<dtype>_.._video: a video's 3x3x3 convolution, of x [x_rows][x_h][x_w][x_pitch]. Each row of y is a
+ * picture of frames (x_h, y_h) and columns, and filters have the channels of the three rows that they meet: in_c is
+ * 3 * x_c. held, mirrored: as in vm_pass. The user's video is written as by vm_scatter. There are no sums. */
 typedef struct vm_conv_args {
     const void *x, *w;          /* [x_h][x_w][x_pitch], [y_c padded][k][k][in_c] */
-    const float *scale, *shift; /* [in_c], or NULL */
-    const float *factor;        /* [x_h][x_w], or NULL */
+    const float *scale, *shift; /* [in_c], a video's [x_c], or NULL */
+    const float *factor;        /* [x_h][x_w], a video's [x_rows][x_h][x_w], from first_factor on, or NULL */
     const float *bias;          /* [y_c padded], or NULL */
     const void *add;            /* [y_h][y_w][add_pitch], or NULL */
     void *y;                    /* [y_h][y_w][y_pitch], or the user's pixels by format */
     float *stats;               /* vm_conv_parts of vm_stats_floats(y_c), or NULL */
     uint32_t *flags;
+    uint64_t first_factor; /* the pixel of factor[0] */
     uint32_t x_h, x_w, x_pitch, in_c;
     uint32_t y_h, y_w, y_pitch, y_c, add_pitch;
     uint32_t first_item, items; /* of the pass: a row of tiles has vm_conv_row_items, a video's row vm_conv_items */
-    uint32_t first_factor;      /* the pixel of factor[0] */
     vm_ring_rows x_ring, y_ring, add_ring;
     uint32_t k, stride, pad_y, pad_x, up, act, relu;
     uint32_t blocked;                     /* w is in blocks (vm_conv_filter_at), not [phase][out][k][k][in_c] */

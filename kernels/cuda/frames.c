@@ -5,19 +5,20 @@
  *   prepared: scale | shift | turned filters          workspace: cuDNN's
  *   scratch:  factors | planes | raw
  *
-  * A move uses its own kernel instead of cuDNN. Our own 3x3x3 convolution (conv_wgmma.cu) reads rows of x and writes
-  * rows of y itself; only the user's pixels are gathered, as rows. Attention is within a frame: a frame's queries, keys
-  * and values are gathered, and its result is scattered.
+ * A move uses its own kernel instead of cuDNN. Our own 3x3x3 convolution (conv_wgmma.cu, conv.cu) reads rows of x
+ * and writes rows of y itself; only the user's pixels are gathered, as rows. Attention is within a frame: a frame's
+ * queries, keys and values are gathered, and its result is scattered.
  *
  * Most videos are wider than high, and run along their columns (vm_pass.turned): x's rows are columns of the picture.
  * The stored filters are for those. For other videos they are turned before the first stripe. */
+#include <assert.h>
 #include <math.h>
 
 #include "gpu.h"
 
 enum {
     TILE = 128 * 128, /* assumed numbers of y that cuDNN computes per block */
-    WAVES = 2         /* waves of concurrent tiles in a step, so that few blocks wait for its last ones; not measured */
+    WAVES = 2         /* tiles per multiprocessor in a step, so that few wait for its last ones; not measured */
 };
 
 /* How a pass is cut; sizes in elements. */
@@ -380,6 +381,7 @@ static vm_status copy_frame(vm_gpu *g, const vm_pass *p, const vm_operands *at, 
 }
 
 static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row, size_t rows) {
+    assert(!is_own(g, p)); /* cuDNN needs plain filters */
     const vm_conv_key key = key_of(g, s);
     const void *filters = s->turns ? (char *)at->prepared + s->filters : at->weight;
     void *in = scratch_at(at, s->in), *raw = scratch_at(at, s->raw);
@@ -405,7 +407,7 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     a.w = s->turns ? (char *)at->prepared + s->filters : at->weight;
     if (from_rows && p->norm) a.scale = at->prepared, a.shift = (float *)at->prepared + s->channels;
     a.factor = vm_norm_by_pixel(p->norm) ? scratch_at(at, s->factor) : NULL;
-    a.first_factor = (uint32_t)(first * p->x.f * p->x.w);
+    a.first_factor = first * p->x.f * p->x.w;
     a.bias = at->bias;
     a.add = p->add ? at->add.data : NULL;
     a.add_pitch = (uint32_t)(at->add.row / (p->y.f * p->y.w));
