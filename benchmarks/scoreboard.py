@@ -1,10 +1,10 @@
 """Score estimators of GPU memory on published measurements, and write docs/ESTIMATORS.md.
 
-    python benchmarks/scoreboard.py [--check] [--rows]
+    python benchmarks/scoreboard.py [--check] [--rows [SOURCE]]
 
 The measurements are benchmarks/measurements/rows.csv. Each estimator answers what it can: a row's size, model, type and
-card. --check compares the numbers with those of the document instead of writing it. --rows prints each row with
-vaemem's answers.
+card. --check compares the numbers with those of the document instead of writing it. --rows prints each row, or those of
+a source, with the errors of vaemem's two answers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ CARDS = (6, 8, 10, 12, 16, 24, 32, 48, 80)  # GiB: cards as they are sold
 MARGIN = 3 << 30  # diffusers 0.42.1: AutoOffloadStrategy(memory_reserve_margin="3GB")
 
 
+class UnansweredError(ValueError):
+    """Why vaemem has no answer to a row."""
+
+
 class Answer(NamedTuple):
-    """What an estimator says: bytes, and a bound that it promises, if any."""
+    """What an estimator says: bytes, and the most that it expects, if it says so."""
 
     bytes: float
     bound: float | None = None
@@ -62,7 +66,7 @@ def _is_old_attention(row: Measurement) -> bool:
     return row.has("attention plain") or row.has("attention sliced")
 
 
-def _vae(row: Measurement, careful: bool) -> Answer | None:
+def _vae(row: Measurement, careful: bool) -> Answer:
     """Ask `vaemem.predict`. The plain question has no versions and no allocator."""
     runtime = {"invokeai": "diffusers", "sdnext": "diffusers", "forge": "comfyui", "ldm": "bfl"}.get(
         row.runtime, row.runtime
@@ -96,10 +100,14 @@ def _release(row: Measurement) -> str | None:
     return version if version and int(version.split(".")[1]) >= 33 else None
 
 
-def _pipeline(row: Measurement, careful: bool) -> Answer | None:
+def _pipeline(row: Measurement, careful: bool) -> Answer:
     """Ask `vaemem.predict_pipeline`."""
-    if _is_old_attention(row) or row.offload in ("group", "unknown") or row.runtime != "diffusers":
-        return None
+    if row.runtime != "diffusers":
+        raise UnansweredError("a pipeline of another program than diffusers")
+    if _is_old_attention(row):
+        raise UnansweredError("attention with a matrix of all scores")
+    if row.offload in ("group", "unknown"):
+        raise UnansweredError("how components are offloaded is not said")
     said = _known(batch=row.batch, dtype=row.dtype, gpu=row.device, frames=row.frames)
     said |= {"height": row.height, "width": row.width, "offload": row.offload, "vae": row.vae}
     said["components"] = dict(row.stored)
@@ -114,11 +122,13 @@ def _pipeline(row: Measurement, careful: bool) -> Answer | None:
     made = vaemem.predict_pipeline(row.model, **said)
     phases = [phase for phase in made.phases if not row.phase or phase.name == row.phase]
     if not phases:
-        return None
+        raise UnansweredError("a phase that vaemem counts with another")
     if row.counter == "allocated":
         return Answer(max(phase.allocated for phase in phases))
     if row.counter == "driver":  # nvidia-smi counts the context too
-        return Answer(made.peak + find_gpu(row.device).total_memory - made.available) if row.device else None
+        if not row.device:
+            raise UnansweredError("the driver's count on a card that is not named")
+        return Answer(made.peak + find_gpu(row.device).total_memory - made.available)
     if row.phase:
         return Answer(max(phase.reserved for phase in phases))
     return Answer(made.on_card if row.device and made.on_card else made.peak, made.upper)
@@ -133,7 +143,7 @@ SD_CPP = {
 }
 
 
-def _sd_cpp(row: Measurement) -> Answer | None:
+def _sd_cpp(row: Measurement) -> Answer:
     """Simulate the graph of stable-diffusion.cpp."""
     if row.op in VAE_OPS:
         component = "vae-encoder" if row.op.startswith("encode") else "vae-decoder"
@@ -153,20 +163,40 @@ def _sd_cpp(row: Measurement) -> Answer | None:
     return Answer(graph(component, row.height or 0, row.width or 0, **said).buffer)
 
 
+def _ask(row: Measurement, careful: bool) -> Answer:
+    """Ask vaemem about a row. ValueError if there is no question, or it refuses."""
+    if row.runtime == "sd.cpp":
+        return _sd_cpp(row)
+    if row.counter not in ("allocated", "reserved", "allocated above", "reserved above", "driver"):
+        raise UnansweredError("a counter that is not PyTorch's")
+    if any(map(row.has, ("parallel", "gradients", "compiled", "own tiles", "other code"))):
+        raise UnansweredError("torch.compile, LoRAs, caches, several cards or gradients")
+    if row.op in VAE_OPS:
+        if row.counter == "driver":
+            raise UnansweredError("the driver's count of a VAE's run")
+        return _vae(row, careful)
+    if row.op not in ("pipeline", "image to image"):
+        raise UnansweredError("a denoiser or a text encoder alone")
+    return _pipeline(row, careful)
+
+
 def ask(row: Measurement, careful: bool) -> Answer | None:
-    """Ask vaemem about a row; None if it refuses the question."""
+    """Ask vaemem about a row; None if it has no answer."""
     try:
-        if row.runtime == "sd.cpp":
-            return _sd_cpp(row)
-        if row.counter not in ("allocated", "reserved", "allocated above", "reserved above", "driver"):
-            return None
-        if any(map(row.has, ("parallel", "gradients", "compiled", "own tiles", "other code"))):
-            return None
-        if row.op in VAE_OPS:
-            return _vae(row, careful) if row.counter != "driver" else None
-        return _pipeline(row, careful) if row.op in ("pipeline", "image to image") else None
+        return _ask(row, careful)
     except (ValueError, OverflowError):
         return None
+
+
+def why_not(row: Measurement) -> str:
+    """Return why vaemem has no answer to a row."""
+    try:
+        _ask(row, True)
+    except UnansweredError as why:
+        return str(why)
+    except (ValueError, OverflowError):
+        pass
+    return "vaemem does not know the model, or not its settings"
 
 
 # ---- others ----
@@ -262,6 +292,7 @@ class Score(NamedTuple):
     within: int  # rows within its bound
     bounded: int
     above: float  # median share by which the bound lies above the measured value
+    vaemem: float  # its median error on the rows that this estimator answers, too
 
 
 def wrong_cards(measured: float, estimate: float) -> tuple[bool, bool]:
@@ -270,17 +301,24 @@ def wrong_cards(measured: float, estimate: float) -> tuple[bool, bool]:
     return any(estimate <= card < measured for card in cards), any(measured <= card < estimate for card in cards)
 
 
-def score(of: Estimator, rows: Sequence[Scored]) -> Score:
-    """Score an estimator's answers to rows."""
+def errors_of(rows: Sequence[Scored]) -> list[float]:
+    """Return the answers' errors, as shares of the measured values; the least first."""
+    return sorted(abs(answer.bytes / row.bytes - 1) for row, answer in rows if answer)
+
+
+def score(of: Estimator, rows: Sequence[Scored], own: Sequence[Scored]) -> Score:
+    """Score an estimator's answers to rows, next to vaemem's own."""
     pairs = [(row, answer) for row, answer in rows if answer]
     errors = sorted(((abs(answer.bytes / row.bytes - 1), row) for row, answer in pairs), key=lambda pair: pair[0])
     shares = [error for error, _ in errors]
     verdicts = [wrong_cards(row.bytes, answer.bytes) for row, answer in pairs]
     bounds = [answer.bound / row.bytes for row, answer in pairs if answer.bound]
+    both = errors_of([mine for mine, (_, answer) in zip(own, rows, strict=True) if answer])
     return Score(
         of.name, of.source, len(rows), len(pairs), statistics.median(shares), shares[int(0.95 * (len(shares) - 1))],
         shares[-1], errors[-1][1], sum(small for small, _ in verdicts), sum(large for _, large in verdicts),
         sum(bound >= 1 for bound in bounds), len(bounds), statistics.median(bounds) - 1 if bounds else 0.0,
+        statistics.median(both) if both else 0.0,
     )  # fmt: skip
 
 
@@ -298,11 +336,13 @@ def made() -> dict[Path, str]:
         "all": len(every), "scored": len(rows), "doubtful": len(every) - len(rows), "sources": len(sources),
         "publishers": len({source["publisher"] for source in sources.values()}),
     }  # fmt: skip
-    scores, every_score = ([score(of, of_rows[of.name]) for of in BOARD] for of_rows in (unseen, answers))
+    scores, every_score = (
+        [score(of, of_rows[of.name], of_rows[BOARD[0].name]) for of in BOARD] for of_rows in (unseen, answers)
+    )
     own = answers[BOARD[0].name]
     head, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
     return {
-        DOCUMENT: f"{head}{BEGIN}\n\n{text(scores, every_score, own, counts)}\n{END}{rest.partition(END)[2]}",
+        DOCUMENT: f"{head}{BEGIN}\n\n{text(scores, every_score, unseen, own, counts)}\n{END}{rest.partition(END)[2]}",
         FIGURE: figure([(of.name, unseen[of.name]) for of in BOARD]),
         BY_SOURCE: of_sources(own),
     }
@@ -311,10 +351,12 @@ def made() -> dict[Path, str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with the document instead of writing it")
-    parser.add_argument("--rows", action="store_true", help="print each row with vaemem's answers")
+    parser.add_argument(
+        "--rows", nargs="?", const="", metavar="SOURCE", help="print rows with the errors of vaemem's answers"
+    )
     args = parser.parse_args(argv)
-    if args.rows:
-        for row in read_rows():
+    if args.rows is not None:
+        for row in (row for row in read_rows() if args.rows in ("", row.source)):
             shares = (
                 f"{100 * (a.bytes / row.bytes - 1):+8.2f}%" if a else f"{'-':>9}"
                 for a in (ask(row, True), ask(row, False))
@@ -336,4 +378,7 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     sys.modules["scoreboard"] = sys.modules["__main__"]
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ValueError as wrong:
+        sys.exit(f"scoreboard: {wrong}")

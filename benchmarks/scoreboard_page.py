@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Sequence
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from measurements.vocabulary import HERE, Measurement
-from scoreboard import CARDS, Score, Scored
+from scoreboard import CARDS, VAE_OPS, Score, Scored, errors_of, why_not
 
 BEGIN, END = "<!-- scoreboard.py writes from here -->", "<!-- to here -->"
 LARGE = 0.05  # an error that gets a cause
@@ -44,17 +46,41 @@ def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
 
 
 def score_table(scores: Sequence[Score]) -> str:
-    head = ("estimator", "answered", "median error", "19 of 20 within", "worst", "says it fits, and it does not",
-            "says it does not, and it fits")  # fmt: skip
+    head = ("estimator", "answers", "median error", "vaemem's on the same rows", "19 of 20 within", "worst",
+            "says it fits, and it does not", "says it does not, and it fits")  # fmt: skip
     return table(head, [
-        (f"**{s.name}**" if i == 0 else s.name, f"{s.answered} of {s.asked}", percent(s.median), percent(s.p95),
-         percent(s.worst), s.too_small, s.too_large) for i, s in enumerate(scores)
+        (f"**{s.name}**" if i == 0 else s.name, f"{s.answered} of {s.asked}", percent(s.median),
+         percent(s.vaemem) if i > 1 else "", percent(s.p95), percent(s.worst), s.too_small, s.too_large)
+        for i, s in enumerate(scores)
     ])  # fmt: skip
+
+
+def kind_of(row: Measurement) -> str:
+    if row.runtime == "sd.cpp":
+        return "stable-diffusion.cpp"
+    return "a VAE in PyTorch" if row.op in VAE_OPS else "a pipeline"
+
+
+def kind_table(answers: Mapping[str, Sequence[Scored]]) -> str:
+    """Make the table of the estimators' median errors for each kind of run, with the number of answers."""
+    kinds = {kind_of(row): None for row, _ in next(iter(answers.values()))}
+
+    def shown(rows: Sequence[Scored], kind: str) -> str:
+        errors = errors_of([pair for pair in rows if kind_of(pair[0]) == kind])
+        return f"{percent(errors[len(errors) // 2])} of {len(errors)}" if errors else ""
+
+    return table(("", *answers), [(kind, *(shown(rows, kind) for rows in answers.values())) for kind in sorted(kinds)])
+
+
+def reasons_table(rows: Sequence[Scored]) -> str:
+    """Make the table of why vaemem has no answer."""
+    reasons = Counter(why_not(row) for row, answer in rows if not answer)
+    return table(("why there is no answer", "rows"), reasons.most_common())
 
 
 def summary(rows: Sequence[Scored]) -> tuple[object, ...]:
     """Count rows and vaemem's answers, with the answers' median error, 19 of 20, and worst."""
-    errors = sorted(abs(answer.bytes / row.bytes - 1) for row, answer in rows if answer)
+    errors = errors_of(rows)
     if not errors:
         return (len(rows), 0, "", "", "")
     shown = (errors[len(errors) // 2], errors[int(0.95 * (len(errors) - 1))], errors[-1])
@@ -90,38 +116,59 @@ def of_errors(rows: Sequence[Scored]) -> str:
     return table(("source", "rows", "errors", "cause"), lines)
 
 
-def text(unseen: Sequence[Score], every: Sequence[Score], rows: Sequence[Scored], counts: dict[str, int]) -> str:
-    """Write the part of the document with numbers."""
-    own, bounded = unseen[0], unseen[0].bounded
+def of_each_source(rows: Sequence[Scored]) -> float:
+    """Return the median of the sources' median errors: a source with many rows counts once."""
+    sources: dict[str, list[Scored]] = {}
+    for pair in rows:
+        sources.setdefault(pair[0].source, []).append(pair)
+    return statistics.median(errors[len(errors) // 2] for errors in map(errors_of, sources.values()) if errors)
+
+
+def text(
+    unseen: Sequence[Score], every: Sequence[Score], answers: Mapping[str, Sequence[Scored]], rows: Sequence[Scored],
+    counts: dict[str, int],
+) -> str:  # fmt: skip
+    """Write the part of the document with numbers. answers: to the rows that vaemem has not learned from. rows: all."""
+    own, mine = unseen[0], next(iter(answers.values()))
     worst = own.worst_row
     assert worst is not None
     return f"""\
-**vaemem's median error is {percent(own.median)}. Its worst one is {percent(own.worst)}.** It answers {own.answered} of
-the {own.asked} measurements that no rule of it was learned from. 19 of 20 answers are within {percent(own.p95)}.
+**Of measurements that vaemem has never seen, its median error is {percent(own.median)}. 19 of 20 answers are
+within {percent(own.p95)}, and the worst is off by {percent(own.worst)}.** It answers {own.answered} of {own.asked},
+and gives no number for the others. If each source counts once, the median is {percent(of_each_source(mine))}.
 The worst is {worst.model}, {worst.op.replace("_", " ")}, {worst.height}x{worst.width}, by {worst.source}.
-Its bound holds for {own.within} of the {bounded} reserved values that have one. In the median the bound lies
-{percent(own.above)} above the measured value.
+
+Median errors of the estimators, and the numbers of their answers:
+
+{kind_table(answers)}
 
 ![Each dot is a measurement: what an estimator says, divided by what was measured](images/scoreboard.svg)
 
+Whether a run fits is asked of cards with {", ".join(map(str, CARDS[:-1]))} and {CARDS[-1]} GiB. An
+estimator is wrong if one of them lies between its estimate and the measured value.
+
 {score_table(unseen)}
 
-The same with all {counts["scored"]} rows, those included that vaemem has learned from:
-
-{score_table(every)}
-
-A verdict is asked of cards with {", ".join(map(str, CARDS[:-1]))} and {CARDS[-1]} GiB. It is wrong
-if one of them lies between the estimate and the measured value.
+vaemem also says the most that it expects (`upper`). {own.within} of {own.bounded} reserved values are below it. In the
+median it lies {percent(own.above)} above the measured value.
 
 ## Where vaemem is wrong, and why
 
-Errors above {percent(LARGE)}:
+Errors above {percent(LARGE)}, of all {counts["scored"]} rows:
 
 {of_errors(rows)}
 
+## Which questions it does not answer
+
+{reasons_table(mine)}
+
 ## By counter
 
-{table(("counter", "rows", "answered", "median error", "19 of 20 within", "worst"), grouped(rows, "counter"))}
+{table(("counter", "rows", "answers", "median error", "19 of 20 within", "worst"), grouped(mine, "counter"))}
+
+## With the rows that vaemem has learned from
+
+{score_table(every)}
 
 There are {counts["all"]} rows of {counts["sources"]} sources by {counts["publishers"]} publishers.
 {counts["doubtful"]} are doubtful, and are not scored. `benchmarks/results/scoreboard.csv` has the errors by source.

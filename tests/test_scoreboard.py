@@ -58,6 +58,7 @@ def test_there_are_a_thousand_rows_of_many_sources():
         ("runtime", "A1111"), ("op", "decoding"), ("phase", "peak"), ("dtype", "fp16"), ("counter", "vram"),
         ("settings", "fast"), ("way", "offload some, VAE whole"), ("way", "offload none, VAE cut"), ("height", "1e3"),
         ("bytes", "0"), ("bytes", ""), ("height", ""), ("note", " a space"), ("batch", "-1"),
+        ("versions", "torch=2.7.1"), ("versions", "cuDNN 9.1.0"), ("bytes", "2652"),
     ],
 )  # fmt: skip
 def test_a_word_that_is_not_in_the_vocabulary(column, word):
@@ -68,34 +69,40 @@ def test_a_word_that_is_not_in_the_vocabulary(column, word):
 def test_the_line_of_a_wrong_row_is_named(tmp_path):
     for name, lines in {
         "sources.csv": ["source,publisher,address,license,seen,learned", "somebody/repository#1,somebody,,,,"],
-        "rows.csv": [",".join(COLUMNS), *[",".join(GOOD.values()).replace("cu128, cudnn", "cu128")] * 2],
+        "rows.csv": [",".join(COLUMNS), *(",".join((GOOD | {"versions": "", "width": w}).values()) for w in "89")],
     }.items():  # fmt: skip
         (tmp_path / name).write_text("\n".join(lines) + "\n")
     assert len(read_rows(tmp_path)) == 2
-    wrong = (
-        (tmp_path / "rows.csv").read_text().replace("allocated above", "vram", 2).replace("vram", "allocated above", 1)
-    )
+    good = (tmp_path / "rows.csv").read_text()
+    wrong = good.replace("allocated above", "vram", 2).replace("vram", "allocated above", 1)
     (tmp_path / "rows.csv").write_text(wrong)
     with pytest.raises(ValueError, match=r"rows\.csv, line 3: counter: expected one of"):
         read_rows(tmp_path)
     (tmp_path / "rows.csv").write_text(wrong.replace("vram", "reserved").replace("somebody/repository#1", "nobody", 1))
-    with pytest.raises(ValueError, match=r"line 2: source: expected"):
+    with pytest.raises(ValueError, match=r"line 2: source: 'nobody' is not in sources\.csv: add a line there"):
         read_rows(tmp_path)
+    for broken, said in ((wrong + wrong.splitlines()[1], "the same as line 2"),
+                         (wrong.replace(",float16", ""), "expected 23 cells, got 22"),
+                         (wrong.replace("sdxl", "sdxl,"), "expected 23 cells, got 24")):  # fmt: skip
+        (tmp_path / "rows.csv").write_text(broken.replace("vram", "reserved above"))
+        with pytest.raises(ValueError, match=rf"line \d: .*{said}$"):
+            read_rows(tmp_path)
 
 
 def test_a_measured_run_is_a_line_of_the_rows(tmp_path):
     """What `vaemem measure --contribute` prints, with an address, is read as rows.csv is."""
     measured = {"source": "measured", "device": "NVIDIA L40S", "runtime": "diffusers", "dtype": "float16", "batch": 1}
     runs = [
-        {"model": "sdxl", "op": "decode", "height": 64, "width": 72, "allocated_bytes": 9, "reserved_bytes": 11},
-        {"model": "flux", "op": "pipeline", "phase": "whole", "height": 64, "width": 64, "reserved_bytes": 12,
+        {"model": "sdxl", "op": "decode", "height": 64, "width": 72,
+         "allocated_bytes": 2 << 20, "reserved_bytes": 3 << 20},
+        {"model": "flux", "op": "pipeline", "phase": "whole", "height": 64, "width": 64, "reserved_bytes": 4 << 20,
          "way": "offload none, VAE whole"},
     ]  # fmt: skip
     runs = [measured | one for one in runs]
     lines = csv.DictReader(contribution(runs).splitlines())
     found = [parse({**line, "source": "somebody/repository#1"}) for line in lines]
     assert [(one.counter, one.bytes, one.phase) for one in found] == [
-        ("allocated above", 9, ""), ("reserved above", 11, ""), ("reserved", 12, "")]  # fmt: skip
+        ("allocated above", 2 << 20, ""), ("reserved above", 3 << 20, ""), ("reserved", 4 << 20, "")]  # fmt: skip
     for other in ({"device": "cpu"}, {"source": "predicted"}):
         with refused("contribute"):
             contribution([runs[0] | other])
@@ -191,12 +198,14 @@ def test_verdicts():
 
 
 def test_scores():
-    rows = [(row(bytes=str(size)), Answer(estimate, bound)) for size, estimate, bound in
-            [(100, 101, 110.0), (100, 95, 99.0), (100, 150, None)]]  # fmt: skip
-    got = score(Estimator("mine", "", lambda one: None), [*rows, (row(), None)])
+    size = 10**7
+    rows = [(row(bytes=str(size)), Answer(share * size, bound and bound * size)) for share, bound in
+            [(1.01, 1.1), (0.95, 0.99), (1.5, None)]]  # fmt: skip
+    own = [(one, Answer((1 + i) * size)) for i, (one, _) in enumerate([*rows, (row(), None)])]
+    got = score(Estimator("mine", "", lambda one: None), [*rows, (row(), None)], own)
     assert (got.asked, got.answered, got.within, got.bounded) == (4, 3, 1, 2)
     assert (round(got.median, 3), round(got.worst, 3), round(got.above, 3)) == (0.05, 0.5, 0.045)
-    assert got.worst_row is rows[2][0]
+    assert got.worst_row is rows[2][0] and got.vaemem == 1
 
 
 # ---- the page ----
@@ -208,7 +217,7 @@ def test_the_page_says_what_the_rows_say(capsys):
 
 
 def test_the_figure_has_a_dot_for_each_answer():
-    pairs = [(row(bytes="100"), Answer(size)) for size in (1, 100, 10_000)] + [(row(), None)]
+    pairs = [(row(bytes=str(10**7)), Answer(size)) for size in (10**5, 10**7, 10**9)] + [(row(), None)]
     drawn = scoreboard_page.figure([("mine & yours", pairs)])
     x = [float(at) for at in re.findall(r'cx="([\d.]+)"', drawn)]
     assert x == [scoreboard_page.LEFT, (scoreboard_page.LEFT + scoreboard_page.WIDTH - scoreboard_page.RIGHT) / 2,

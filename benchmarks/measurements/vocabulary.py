@@ -1,10 +1,16 @@
 """A published measurement of memory, and the words that its columns may have.
 
-rows.csv has a line for each value that somebody measured and published. Names are those of vaemem's own tables
-(`vaemem.tables.table`); these columns are more:
+rows.csv has a line for each value that somebody measured and published, in any order: two counters are two lines. A
+cell is empty if nobody said. Names are those of vaemem's own tables (`vaemem.tables.table`); these columns are more:
 
-    source      who published it: a row of sources.csv. "learned" there: vaemem has rules that follow from its rows
+    source      who published it: a row of sources.csv, OWNER/REPOSITORY#ISSUE, OWNER/REPOSITORY@COMMIT:FILE or a page.
+                "learned" there: vaemem has rules that follow from its rows
+    runtime     the program that ran (`RUNTIMES`)
+    frames      of a video; empty for an image
     steps       how often the denoiser ran
+    device      the card, as its driver names it: "NVIDIA GeForce RTX 4090"
+    versions    "torch 2.7.1+cu126, cudnn 9.5.1, diffusers 0.34.0"
+    way         of a pipeline: "offload none, VAE whole" (`OFFLOADS`, `VAE_WAYS`)
     components  other types of weights, by role: "transformer nf4, text_encoder_2 nf4"
     settings    what else is known of the run: "attention xformers, safety_checker" (`SETTINGS`)
     counter     what was read (`COUNTERS`)
@@ -52,7 +58,6 @@ SETTINGS = {
     "allocator async": "cudaMallocAsync",
     "safety_checker": "the safety checker is loaded",
     "pipeline resident": "the whole pipeline is on the card while the VAE runs",
-    "weights included": "of a VAE that runs alone",
     "no guidance": "one denoising for each image",
     "direct": "stable-diffusion.cpp's direct convolution",
     "flash": "stable-diffusion.cpp's flash attention",
@@ -65,6 +70,8 @@ SETTINGS = {
     "parallel": "spread over several cards",
     "gradients": "without torch.no_grad()",
 }
+VERSIONS = "([a-z_]+ [^ ,]+(, |$))*"
+LEAST = 1 << 20
 NUMBERS = ("height", "width", "batch", "frames", "tokens", "steps", "tile", "bytes")
 SOURCE_COLUMNS = ("source", "publisher", "address", "license", "seen", "learned")
 
@@ -121,8 +128,9 @@ class Measurement(NamedTuple):
 
 def parse(cells: Mapping[str, str]) -> Measurement:
     """Make a row of a line of rows.csv. ValueError if a word is unknown, or a number is none."""
-    if tuple(cells) != COLUMNS:
-        raise ValueError(f"columns: expected {', '.join(COLUMNS)}, got {', '.join(map(str, cells))}")
+    if tuple(cells) != COLUMNS or None in cells.values():
+        found = sum(cell is not None for cell in cells.values()) + len(cells.get(None, ())) - (None in cells)  # type: ignore[call-overload]
+        raise ValueError(f"expected {len(COLUMNS)} cells, got {found}")
     values: dict[str, object] = dict(cells)
     for name in NUMBERS:
         values[name] = _number(name, cells[name])
@@ -141,8 +149,10 @@ def parse(cells: Mapping[str, str]) -> Measurement:
         _expect("way: VAE", row.vae, VAE_WAYS)
     if any(not cell.isprintable() or cell != cell.strip() for cell in cells.values()):
         raise ValueError("expected printable text without spaces around it")
-    if not row.bytes:
-        raise ValueError("bytes: expected more than 0, got nothing")
+    if not re.fullmatch(VERSIONS, row.versions):
+        raise ValueError(f"versions: expected names and versions as 'torch 2.7.1, cudnn 9.5.1', got {row.versions!r}")
+    if not row.bytes or row.bytes < LEAST:
+        raise ValueError(f"bytes: expected at least {LEAST} bytes, got {row.bytes or 'nothing'}: is it in MiB?")
     if not row.doubtful and row.op != "weights" and not (row.height and row.width):
         raise ValueError("height, width: expected the image's size, got nothing; say in doubtful why it is missing")
     return row
@@ -166,14 +176,17 @@ def read_sources(folder: Path = HERE) -> dict[str, dict[str, str]]:
 
 
 def read_rows(folder: Path = HERE) -> list[Measurement]:
-    """Read rows.csv. ValueError names the line of a wrong row, or of one whose source is not in sources.csv."""
-    sources, rows = read_sources(folder), []
+    """Read rows.csv. ValueError names the line of a row that is wrong, is there twice, or has a source that is not in
+    sources.csv."""
+    sources, lines = read_sources(folder), dict[Measurement, int]()
     with open(folder / "rows.csv", newline="", encoding="utf-8") as file:
         for number, cells in enumerate(csv.DictReader(file), 2):
             try:
                 row = parse(cells)
-                _expect("source", row.source, sources)
+                if row.source not in sources:
+                    raise ValueError(f"source: {row.source!r} is not in sources.csv: add a line there")
+                if lines.setdefault(row, number) != number:
+                    raise ValueError(f"the same as line {lines[row]}")
             except ValueError as wrong:
                 raise ValueError(f"rows.csv, line {number}: {wrong}") from None
-            rows.append(row)
-    return rows
+    return list(lines)

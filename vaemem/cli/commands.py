@@ -504,7 +504,7 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     " contribute measured_csv exact format",
 )
 def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    """Measure a diffusers pipeline, or a VAE's run, on this GPU, next to its prediction.
+    """Measure a pipeline or a VAE on this GPU, next to its prediction.
     The exit status is 1 if it runs out of memory.
 
     vaemem measure sdxl decode 1024
