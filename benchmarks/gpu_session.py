@@ -152,6 +152,11 @@ STEPS = {
     "memcheck": Step(90, lambda s: [sanitizer("memcheck")], ON_GPU),
     "racecheck": Step(90, lambda s: [sanitizer("racecheck")], ON_GPU),
     "counters": Step(90, lambda s: [counters("regex:^vm_(conv|attention)")]),
+    "seed_grid": Step(110, lambda s: [seed_grid(s)]),
+    "small_card": Step(110, lambda s: [bench("small_card.py", *(["--small"] if s.small else []))]),
+    "guide": Step(
+        40, lambda s: [bench("guide_gpu.py", *(["--tile", "64", "--rounds", "1", *s.torch] if s.small else []))]
+    ),
     "pipelines": Step(330, lambda s: [pipelines(s)]),
 }
 CALLS = {
@@ -180,8 +185,16 @@ def scaling(scale: Scale) -> Command:
 
 
 def pipelines(scale: Scale) -> Command:
-    small = ["--device", "cpu", "--small", "--cases", "sd15:512x512"] if scale.small else ["--jobs", "6"]
+    small = ["--device", "cpu", "--small", "--cases", "sd15:512x512"] if scale.small else ["--jobs", "6", "--missing"]
     return bench("pipelines_gpu.py", "--seconds", "310", *small)
+
+
+def seed_grid(scale: Scale) -> Command:
+    """The seed table's own runs, and our engine next to them."""
+    small = (
+        ["--cases", "sdxl:decode:64x64:float32", "--device", "cpu"] if scale.small else ["--grid", "--seconds", "100"]
+    )
+    return bench("torch_memory.py", "--protocols", "warm", "--engine", *small)
 
 
 def encode(scale: Scale) -> Command:
@@ -408,7 +421,7 @@ def pack(python: str, archs: str) -> None:
 
 def tables(path: Path) -> None:
     """Writes rows.jsonl as CSV files; names that end in .csv are tables, all others stay rows."""
-    from common import write_csv
+    from common import RESULTS, write_csv
 
     found: dict[str, list[dict]] = {}
     for line in path.read_text().splitlines():
@@ -419,6 +432,9 @@ def tables(path: Path) -> None:
         if name.endswith(".csv"):
             columns = dict.fromkeys(key for row in rows for key in row)
             write_csv(name, [dict.fromkeys(columns) | row for row in rows])
+    log = path.with_name("session.log")
+    if log.exists():  # what the steps printed, and when
+        shutil.copy(log, RESULTS / "session.log")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,6 +32,7 @@ from typing import Any
 from common import RESULTS, append_row, commit
 
 STEPS, MIB = 2, 1 << 20
+KEPT = Path(__file__).parent / "results"
 COLUMNS = (
     "case", "pipeline", "height", "width", "batch", "offload", "vae", "kind", "components", "lora", "frames", "steps",
     "dtype", "tokens", "call", "phase", "allocated", "reserved", "seconds", "fits", "pinned", "gpu", "gpu_memory",
@@ -434,6 +435,7 @@ def show(path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", help="their names; by default all")
+    parser.add_argument("--missing", action="store_true", help="of these, those that benchmarks/results has no rows of")
     parser.add_argument("--jobs", type=int, default=5, help="cases that run at once")
     parser.add_argument("--seconds", type=float, default=3600, help="no case begins after these; all are stopped")
     parser.add_argument("--case-seconds", type=float, default=150)
@@ -462,6 +464,9 @@ def main() -> int:
             print(json.dumps(row), flush=True)
         return 0
     chosen = [case for case in CASES if not args.cases or case.name in args.cases]
+    if args.missing:
+        known = {row["case"] for file in KEPT.glob("pipelines_*.csv") for row in csv.DictReader(file.open(newline=""))}
+        chosen = [case for case in chosen if case.name not in known]
     rows = run_all(chosen, args)
     if rows:
         RESULTS.mkdir(parents=True, exist_ok=True)

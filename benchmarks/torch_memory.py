@@ -1,16 +1,17 @@
 """Measures real PyTorch's memory for diffusers' VAEs and compares it with the prediction.
 
     python benchmarks/torch_memory.py [--cases sdxl:decode:1024x1024:bfloat16 ...] [--protocols cold warm]
-        [--profile] [--snapshots FOLDER]
+        [--grid] [--engine] [--seconds N] [--profile] [--snapshots FOLDER]
 
-Each case and protocol is measured in a fresh process, since a process's history changes what is reserved. The
-processes are forks of this one, which has imported PyTorch and not touched the GPU, so each costs seconds. `cold` is
-the first run of the process; `warm` is the mean of five runs after two warm-ups, as `vaemem.pytorch.measure` and the
-seed table have it. Without diffusers the same module in plain PyTorch (torch_vae.py) stands in, and the column
-`versions` says so. The prediction is for the same runs on the GPU, PyTorch and cuDNN that were measured. Rows go to
-torch_memory_<gpu>.csv in benchmarks/results as they are measured; with --profile cuDNN's scratch for each convolution
-goes to torch_workspaces_<gpu>.csv. On the CPU only the growth of the process and the seconds are measured, and
-nothing is predicted.
+Each case and protocol is measured in a fresh process, since a process's history changes what is reserved. The processes
+are forks of this one, which has imported PyTorch and not touched the GPU, so each costs seconds. `cold` is the first
+run of the process; `warm` is the mean of five runs after two warm-ups, as `vaemem.pytorch.measure` and the seed table
+have it. Without diffusers the same module in plain PyTorch (torch_vae.py) stands in, and the column `versions` says so.
+The prediction is for the same runs on the GPU, PyTorch and cuDNN that were measured. Rows go to torch_memory_<gpu>.csv
+in benchmarks/results as they are measured; with --profile cuDNN's scratch for each convolution goes to
+torch_workspaces_<gpu>.csv. --grid has the seed table's runs, tiled ones too, the largest and smallest first. --engine
+runs each case with our own engine next to PyTorch. On the CPU only the growth of the process and the seconds are
+measured, and nothing is predicted.
 """
 
 from __future__ import annotations
@@ -21,18 +22,23 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
+import torch
 import torch_vae
 from common import commit, write_csv
 
+from vaemem.engine.vae import VAE
 from vaemem.prediction.benchmark import SEED_TABLE, Protocol, benchmark
 from vaemem.prediction.job import Job
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import architecture
 from vaemem.prediction.workspace import Workspace
 from vaemem.pytorch import measure
+from vaemem.tables.table import as_ran, seed_table
 
 MIB = 2**20
 ASKED = ("model", "op", "height", "width", "dtype", "protocol", "runtime", "device")
@@ -47,6 +53,18 @@ CASES = [
     for op, size in (("decode", 1024), ("encode", 1024), ("decode", 2048))
     for model in ("sdxl", "flux")
 ]
+
+
+def grid() -> list[dict]:
+    """List the seed table's runs once each: first one size of all, then the others."""
+    rows = {tuple(row[name] for name in ("model", "op", "height", "width", "dtype")): row for row in seed_table()}
+    sizes = (1024, 2048, 512, 1536, 768)
+    found = [
+        {name: row[name] for name in ("model", "op", "height", "width", "dtype")}
+        for row in rows.values()
+        if row["op"] == as_ran(row)["op"] and row["height"] in sizes
+    ]
+    return sorted(found, key=lambda case: (sizes.index(case["height"]), case["dtype"] != "float16"))
 
 
 def case_of(text: str) -> dict:
@@ -85,8 +103,22 @@ def measured_here(case: dict) -> dict:
         model, case["op"], [(case["height"], case["width"])], [case["dtype"]], device=case["device"],
         warmups=warmups, runs=runs, snapshot=case["snapshot"], profile=case["profile"],
     )  # fmt: skip
-    row = table[0]
+    row = table[0] | (engine(case) if case["engine"] else {})
     return row | {"model": case["model"], "protocol": case["protocol"], "versions": row["versions"] + note}
+
+
+def engine(case: dict) -> dict:
+    """Run the case with our own engine, in its default plan: bytes besides weights, and seconds of the second run."""
+    op = case["op"].removesuffix("_tiled")
+    place = "cuda" if case["device"] != "cpu" and torch.cuda.is_available() else "cpu"
+    vae = VAE.random(case["model"], parts=f"{op}r", device=place, dtype=case["dtype"])
+    height, width, factor = case["height"], case["width"], 8 if op == "decode" else 1
+    channels = vae.arch["latent_channels"] if op == "decode" else 3
+    x = np.zeros((1, channels, height // factor, width // factor), np.float32)
+    for _ in range(2):
+        (vae.decode if op == "decode" else vae.encode)(x)
+    run = vae.last_run
+    return {"engine_bytes": run.reserved_bytes - run.weights_bytes, "engine_seconds": sum(run.pass_seconds)}
 
 
 def versions(row: dict) -> dict[str, str]:
@@ -124,6 +156,8 @@ def result(case: dict, row: dict | None, failure: str, said: dict) -> dict:
         "predicted_reserved_bytes": said.get("predicted_reserved_bytes"),
         "reserved_error_percent": said.get("reserved_error_percent"),
         "seconds": row["seconds"],
+        "engine_bytes": row.get("engine_bytes"),
+        "engine_seconds": row.get("engine_seconds"),
         "workspace_source": said.get("workspace_source"),
         "versions": row.get("versions"),
         "failure": failure,
@@ -165,6 +199,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", type=case_of, default=[case_of(text) for text in CASES],
                         metavar="MODEL:OP:HxW:DTYPE")  # fmt: skip
     parser.add_argument("--protocols", nargs="+", choices=list(PROTOCOLS), default=list(PROTOCOLS))
+    parser.add_argument("--grid", action="store_true", help="the seed table's runs instead of --cases")
+    parser.add_argument("--engine", action="store_true", help="also run our own engine")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no case begins after these")
     parser.add_argument("--device", help="the GPU if there is one, otherwise the CPU")
     parser.add_argument("--profile", action="store_true", help="also write the convolutions' workspaces")
     parser.add_argument("--snapshots", help="folder for each case's allocator history (.pickle); slows the runs down")
@@ -174,14 +211,19 @@ def main(argv: list[str] | None = None) -> None:
     torch_vae.diffusers_class()  # imported once, for all forks
     if arguments.snapshots:
         Path(arguments.snapshots).mkdir(parents=True, exist_ok=True)
-    cases = [case | {"protocol": name} for case in arguments.cases for name in arguments.protocols]
+    of_grid = grid() if arguments.grid else arguments.cases
+    cases = [case | {"protocol": name} for case in of_grid for name in arguments.protocols]
+    begun = time.monotonic()
     lines, profiles, name = [], [], ""
     with tempfile.TemporaryDirectory() as folder:
         for i, case in enumerate(cases):
+            if time.monotonic() - begun > arguments.seconds:
+                print(f"{len(cases) - i} cases not begun: no time is left")
+                break
             profile = Path(folder) / f"{i}.csv" if arguments.profile and case["protocol"] == "warm" else None
             label = "_".join(map(str, case.values()))
             snapshot = str(Path(arguments.snapshots) / f"{label}.pickle") if arguments.snapshots else None
-            case |= {"device": arguments.device}
+            case |= {"device": arguments.device, "engine": arguments.engine}
             asked = {"snapshot": snapshot, "profile": profile and str(profile)}
             row, failure = measured(case | asked)
             said: dict = {}

@@ -99,7 +99,7 @@ def test_statements_judged_by_recorded_runs(judged):
     assert finding(judged, "INT8").verdict == FAILS and "1321 is what that makes" in finding(judged, "INT8").found
     assert "first of 11 runs each took 1.4 to 6.9 times" in finding(judged, "first run").found
     graphs = finding(judged, "CUDA graphs")
-    assert graphs.verdict == FAILS and "vaemem graphs, decode 2048x2048 in bfloat16: 1.05" in graphs.found
+    assert graphs.verdict == FAILS and "vaemem graphs, decode 2048x2048 in bfloat16, H100: 1.05" in graphs.found
     assert "1869 MiB more than it allocates, and 1869 with" in finding(judged, "fragmentation").found
 
 
