@@ -31,7 +31,7 @@ U = {"float32": 1e-6, "float16": 2.0**-12, "bfloat16": 2.0**-9}
 LIMIT = {"float32": 1e-5, "float16": 12 * U["float16"], "bfloat16": 12 * U["bfloat16"]}
 LIMIT |= {f"{dtype} own": LIMIT[dtype] for dtype in ("float16", "bfloat16")}  # our own convolution
 every_dtype = pytest.mark.parametrize("dtype", LIMIT)
-GPU_WANTED = os.environ.get("VAEMEM_TEST_GPU") == "1"  # make test-gpu
+GPU_WANTED = os.environ.get("VAEMEM_TEST_GPU") == "1"  # make gpu ONLY=test
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def _find() -> tuple[str, dict[str, str]]:
             return "gpu", {}
     except RuntimeError as error:
         if GPU_WANTED:
-            pytest.fail(f"make test-gpu: {error}")
+            pytest.fail(f"make gpu ONLY=test: {error}")
     from emulator import build
 
     try:

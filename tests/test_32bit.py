@@ -12,6 +12,8 @@ import tools
 
 import vaemem
 
+pytestmark = pytest.mark.python
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # What walks and plays, which needs no Python; and what it needs of the core: memory, errors, architectures.

@@ -14,6 +14,8 @@ from errors import refused
 from vaemem import ArgumentOverflowError, _core
 from vaemem.prediction.snapshot import CachingAllocator
 
+pytestmark = pytest.mark.core
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 OutOfMemory = _core.OutOfMemoryError
 

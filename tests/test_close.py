@@ -10,6 +10,8 @@ from errors import refused
 import vaemem
 from vaemem import VAE, Tiling
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 
 def test_with_closes(tmp_path):
     with small_vae() as vae:

@@ -22,6 +22,8 @@ from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.runtimes import architecture
 
+pytestmark = pytest.mark.python
+
 HERE = Path(__file__).parent
 GOLDEN, VERSION = HERE / "comfyui_decisions_0.33.0.txt", "0.33.0"
 GIB = 1 << 30

@@ -16,6 +16,8 @@ from test_comfyui import ask_comfyui, request_of
 from vaemem.pipelines.comfyui_dynamic import CHUNK_BYTES, HEADROOM, PAGE_BYTES, least_free, page_nodes, stage_weights
 from vaemem.pipelines.comfyui_run import stage_part
 
+pytestmark = pytest.mark.python
+
 GOLDEN = Path(__file__).parent / "comfyui_decisions_dynamic_0.33.0.txt"
 
 

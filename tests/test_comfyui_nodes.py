@@ -1,4 +1,4 @@
-"""The nodes in ComfyUI's own server and executor, on the CPU: COMFYUI names its sources (make apps)."""
+"""The nodes in ComfyUI's own server and executor, on the CPU: COMFYUI names its sources (make check ONLY=apps)."""
 
 from __future__ import annotations
 

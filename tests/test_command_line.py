@@ -29,6 +29,8 @@ from vaemem.cli.commands import COMMANDS
 from vaemem.cli.parsing import make_parser
 from vaemem.prediction.gpus import find_gpu, gpu_names
 
+pytestmark = pytest.mark.python
+
 
 def test_estimate_command(capsys):
     assert main(["estimate", "sdxl", "decode", "512x768", "256", "--format", "json"]) == 0

@@ -10,6 +10,8 @@ from weights_files import SMALL, autoencoder
 from vaemem import VAE, ArgumentError, SimulatedProcess, _core, predict
 from vaemem.engine import configs
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 
 def test_config_defaults_are_diffusers():
     theirs = dict(autoencoder({}).config)

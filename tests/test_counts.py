@@ -30,6 +30,8 @@ from vaemem import (
 )
 from vaemem._render import Shown
 
+pytestmark = pytest.mark.python
+
 ONE, SIDES, LIMIT = {"batch": 1}, {"height": 64, "width": 64}, {"memory_limit": 64 << 20}
 FEW = {"frames": 1}
 CARD = {"gpu": "RTX 3060", "memory": 12 << 30, "used": 1 << 20}

@@ -10,6 +10,8 @@ from engine import error
 
 from vaemem import _core
 
+pytestmark = pytest.mark.core
+
 CASES = [Attention(512, 16, 16), Attention(64, 31, 33)]
 BACKENDS = {
     kind: [name for name, usable in _core.backends(*kind) if usable and pairs_of(name, *kind)]

@@ -16,7 +16,7 @@ from gpu import LIMIT, every_dtype, pair
 
 import vaemem
 
-pytestmark = pytest.mark.usefixtures("cuda")
+pytestmark = [pytest.mark.usefixtures("cuda"), pytest.mark.core]
 
 
 @every_dtype

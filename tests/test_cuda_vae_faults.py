@@ -21,7 +21,7 @@ import vaemem
 from vaemem import Tiling, _core
 
 CUDA = Path(__file__).resolve().parents[1] / "kernels" / "cuda"
-pytestmark = pytest.mark.usefixtures("cuda")
+pytestmark = [pytest.mark.usefixtures("cuda"), pytest.mark.core]
 
 
 def test_two_vaes_in_two_threads():

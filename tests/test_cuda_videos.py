@@ -17,7 +17,7 @@ from test_video_runs import CONFIGS, MIRRORS, NAMES, input_of, latents, run, vid
 from vaemem import VAE
 from vaemem.engine.device import ATTENTION_CHANNELS
 
-pytestmark = pytest.mark.usefixtures("cuda")
+pytestmark = [pytest.mark.usefixtures("cuda"), pytest.mark.core]
 DTYPES = ("float32", "float16", "float16 own", "bfloat16", "bfloat16 own")
 
 

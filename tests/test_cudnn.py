@@ -20,6 +20,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from ask_cudnn import Cudnn
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 # A cuDNN of 60 lines: it lists four configurations, of which PyTorch's filter refuses the first, the second needs a
 # run-time compiler, the third uses tensor cores and the last is plain. The device's name tells it to misbehave.
 FAKE = r"""

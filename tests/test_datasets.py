@@ -35,6 +35,8 @@ from vaemem.datasets.shards import Preparation, decode_dataset, encode_dataset, 
 from vaemem.datasets.sources import list_images
 from vaemem.datasets.trainers import find_cache
 
+pytestmark = pytest.mark.python
+
 Image = pytest.importorskip("PIL.Image")
 
 

@@ -22,6 +22,8 @@ from scoreboard import VAE_OPS
 from vaemem._common import ELEMENT_BYTES
 from vaemem.tables.estimators import ESTIMATORS
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 BYTES = SimpleNamespace(dtype_size=ELEMENT_BYTES.__getitem__)
 
 

@@ -10,6 +10,8 @@ from errors import refused
 from vaemem import Table, fit
 from vaemem.tables.estimators import ESTIMATORS, Comparison, compare, sd15_equation
 
+pytestmark = pytest.mark.python
+
 MIB = 2**20
 
 

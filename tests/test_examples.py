@@ -11,6 +11,8 @@ import pytest
 
 import vaemem
 
+pytestmark = pytest.mark.python
+
 # Of these an example may want one; where it is missing the example is skipped.
 OPTIONAL = ("torch", "diffusers", "pandas", "scipy", "matplotlib", "tqdm", "PIL")
 # An AutoencoderKL of four levels, as the real ones have: an image is eight times its latent's size.

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "families.py"
 CALLED = "    def __call__(self, {taken}):\n        return Output(images=[])\n"
 SILENT = "    def __call__(self, prompt):\n        pass\n"

@@ -18,6 +18,8 @@ from vaemem import VAE, CachingAllocator, _saving, compare, report, seed_table
 from vaemem.__main__ import main
 from vaemem._saving import check_writable, replacing, write
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 
 @contextlib.contextmanager
 def full_disk(left=100):

@@ -12,6 +12,8 @@ from errors import refused
 from vaemem import Table, fit, seed_table
 from vaemem.tables.fit import Fit
 
+pytestmark = pytest.mark.python
+
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 

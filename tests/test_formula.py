@@ -13,6 +13,8 @@ from vaemem.prediction.formula import formula
 from vaemem.prediction.laws import symbols_at, value_of
 from vaemem.prediction.predict import predict
 
+pytestmark = pytest.mark.python
+
 MIB = 1 << 20
 L = {4: Fraction(4, 64 * 128), 16: Fraction(16, 64 * 128)}  # latents in T, by channels
 

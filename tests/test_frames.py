@@ -11,6 +11,8 @@ from vaemem import VAE, Tiling, _core
 from vaemem.engine import configs, layouts
 from vaemem.engine.weights import random_tensors
 
+pytestmark = pytest.mark.core
+
 PARITY = 1e-5  # as test_other_vaes has it
 
 

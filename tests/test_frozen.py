@@ -10,6 +10,8 @@ import pytest
 
 import vaemem
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 HERE = Path(__file__).parent
 
 

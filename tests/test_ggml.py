@@ -20,6 +20,8 @@ from vaemem.sdcpp.graphs import (
     tile_count,
 )
 
+pytestmark = pytest.mark.python
+
 MIB = 1 << 20
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "results" / "sdcpp_buffers.csv"
 FLAGS = ("conv_direct", "flash", "conv_scale")

@@ -16,6 +16,8 @@ from vaemem import VAE, _core
 from vaemem.__main__ import main
 from vaemem.engine import file_tensors, layouts, weights
 
+pytestmark = pytest.mark.python
+
 package = pytest.importorskip("gguf")
 IDS = {name: number for number, name in file_tensors.KINDS.items()}
 

@@ -1,4 +1,4 @@
-"""What twenty commands print, in tests/golden. ``make golden`` writes the files again after a change that is meant."""
+"""What twenty commands print, in tests/golden. VAEMEM_GOLDEN=1 writes the files again after a change that is meant."""
 
 import json
 import os
@@ -9,6 +9,8 @@ import pytest
 
 import vaemem
 from vaemem.__main__ import main
+
+pytestmark = [pytest.mark.core, pytest.mark.python]
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -48,7 +50,7 @@ def test_a_command_prints_what_it_did(name, capsys, monkeypatch):
     shown, file = f"$ vaemem {COMMANDS[name]}\n{out}{err}exit status {status}\n", HERE / "golden" / f"{name}.txt"
     if os.environ.get("VAEMEM_GOLDEN") == "1":
         file.write_text(shown, "utf-8")
-    assert shown == file.read_text("utf-8"), "if it is meant: make golden"
+    assert shown == file.read_text("utf-8"), "if it is meant: VAEMEM_GOLDEN=1"
     if name.endswith("json"):
         answers = json.loads(out)
         for answer in answers if isinstance(answers, list) else [answers]:

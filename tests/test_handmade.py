@@ -8,6 +8,8 @@ from errors import refused
 from vaemem import VAE
 from vaemem._handmade import handmade, paint, picture
 
+pytestmark = pytest.mark.python
+
 SQUARE = 64  # pixels; what interpolation blurs around an edge is over within 24
 COLOURS = ("navy", "blue", "green", "cyan", "red", "pink", "gold", "cream")
 

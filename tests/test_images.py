@@ -10,6 +10,8 @@ from errors import refused
 
 from vaemem import VAE
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 Image = pytest.importorskip("PIL.Image", reason="images need the extra 'image'")
 
 

@@ -1,4 +1,4 @@
-"""The nodes in InvokeAI's own server and executor, on the CPU (make invokeai)."""
+"""The nodes in InvokeAI's own server and executor, on the CPU (make check ONLY=invokeai)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.apps
+pytestmark = [pytest.mark.apps, pytest.mark.python]
 if importlib.util.find_spec("invokeai") is None:
     pytest.skip("InvokeAI is not installed", allow_module_level=True)
 

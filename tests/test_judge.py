@@ -13,6 +13,8 @@ from vaemem.prediction.planned import Phase
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
 from vaemem.prediction.verdict import SPILLS, Verdict, judge_phases
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 MIB = 1 << 20
 
 

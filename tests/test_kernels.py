@@ -12,6 +12,8 @@ from engine import BACKENDS
 
 from vaemem import _core, _kernels
 
+pytestmark = pytest.mark.core
+
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 

@@ -14,6 +14,8 @@ from vaemem.prediction.formula import Formula
 from vaemem.prediction.laws import least_above
 from vaemem.prediction.lines import RAISED, Grid, PhaseLine, Point, _uncovered
 
+pytestmark = pytest.mark.python
+
 MIB = 1 << 20
 
 

@@ -18,6 +18,8 @@ from errors import refused
 
 from vaemem import CachingAllocator, _core
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 LIMIT = 120  # seconds: many times what any of these takes
 PROLOGUE = f"""
 import gc, os, signal, sys, threading, time

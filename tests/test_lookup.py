@@ -10,6 +10,8 @@ from vaemem.prediction import profiles
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.profiles import Conv
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 GOOD = {
     "formulas": [["i+o+f", 0, 0, 0, 16], ["2i+3o", 6, 64, 1000, -5], None],
     "rules": [

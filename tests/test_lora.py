@@ -17,6 +17,8 @@ from vaemem.pipelines.lora import Lora
 from vaemem.pipelines.programs import Recorded
 from vaemem.prediction.gpus import find_gpu
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 

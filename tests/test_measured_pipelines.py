@@ -15,6 +15,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import pipelines_gpu
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 TABLE = BENCHMARKS / "results" / "pipelines_nvidia_h200.csv"
 ROWS = list(csv.DictReader(TABLE.read_text("utf-8").splitlines()))
 CASES = list(dict.fromkeys(row["case"] for row in ROWS))

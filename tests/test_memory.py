@@ -10,6 +10,8 @@ from engine import BACKENDS, SMALL, images, latents, run_core, small_vae
 from vaemem import _core
 from vaemem._common import latent_factor
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 MODELS = list(_core.models())
 
 

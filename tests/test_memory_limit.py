@@ -31,6 +31,8 @@ from vaemem.engine.limits import (
     resolve,
 )
 
+pytestmark = pytest.mark.core
+
 CASES = int(os.environ.get("VAEMEM_LIMIT_CASES", "150"))
 MIB, GIB = 2**20, 2**30
 

@@ -8,6 +8,8 @@ from errors import refused
 from vaemem import plan_pipeline
 from vaemem.pipelines import by_mlx
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 GIB = 1 << 30
 
 

@@ -9,6 +9,8 @@ from engine import from_rows, to_rows, up16
 
 from vaemem import _core, _kernels
 
+pytestmark = pytest.mark.core
+
 ORDERS = ("channel row column", "channel column row", "row column channel")
 KINDS = [("float32", "highest"), ("float32", "high"), ("float16", "highest"), ("bfloat16", "highest")]
 

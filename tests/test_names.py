@@ -18,6 +18,8 @@ from vaemem.engine.names import find_called, whole_names
 from vaemem.pipelines.components import PIPELINES, known_pipeline
 from vaemem.prediction.process import SimulatedProcess
 
+pytestmark = pytest.mark.python
+
 
 @pytest.mark.parametrize(
     "written, model",

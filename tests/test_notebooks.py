@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.python
+
 FOLDER = Path(__file__).parent.parent / "docs" / "notebooks"
 # Of each notebook: the number of figures, and text that only a successful run shows.
 SHOWN = {

@@ -1,4 +1,4 @@
-"""The source distribution, installed into a fresh environment and used there (minutes: make packages)."""
+"""The source distribution, installed into a fresh environment and used there (minutes: make check ONLY=packages)."""
 
 import os
 import shutil

@@ -11,6 +11,8 @@ from engine import from_rows, pack, pad16, to_rows, up16
 
 from vaemem import _core
 
+pytestmark = pytest.mark.core
+
 _kernels = pytest.importorskip("vaemem._kernels")
 
 SAME, HALVED, DOUBLED = range(3)

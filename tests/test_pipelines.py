@@ -25,6 +25,8 @@ from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import FIRST
 from vaemem.prediction.verdict import GUESSES, NO_ROOM
 
+pytestmark = pytest.mark.python
+
 MIB, GIB = 1 << 20, 1 << 30
 
 

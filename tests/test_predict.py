@@ -49,6 +49,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import left_out
 from published import replay
 
+pytestmark = pytest.mark.python
+
 MIB, GB = 1 << 20, 1 << 30
 
 

@@ -13,6 +13,8 @@ from vaemem.__main__ import main
 from vaemem.engine.configs import config_of, known_arch
 from vaemem.tables.estimators import sd15_equation
 
+pytestmark = pytest.mark.python
+
 CARDS = ["RTX 4090", "RTX 3060"]
 
 

@@ -11,6 +11,8 @@ from playing import Playing
 from vaemem import CachingAllocator, OutOfMemoryError, SimulatedProcess, _core
 from vaemem.prediction.held import Variables
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 BLAS = {"cublas_bytes": 8 << 20, "cublaslt_bytes": 1 << 20}
 
 

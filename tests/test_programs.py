@@ -18,6 +18,8 @@ from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.passing import Passing
 from vaemem.prediction.process import SimulatedProcess
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -75,7 +77,7 @@ def test_the_replay_takes_the_steps_of_the_older_module(module, name):
     from torch_vaes import RELEASE
 
     if RELEASE > programs.LAST_OLDER:
-        pytest.skip(f"before diffusers 0.{programs.LAST_OLDER + 1} (make older)")
+        pytest.skip(f"before diffusers 0.{programs.LAST_OLDER + 1} (make check ONLY=older)")
     assert_replayed(programs.older(name, RELEASE), module)
 
 

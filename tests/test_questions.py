@@ -9,6 +9,8 @@ import pytest
 from vaemem import predict, predict_pipeline
 from vaemem.__main__ import main
 
+pytestmark = pytest.mark.python
+
 FILE = Path(__file__).parent.parent / "docs" / "QUESTIONS.md"
 if not FILE.exists():
     pytest.skip("the documents are not here", allow_module_level=True)

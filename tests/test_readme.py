@@ -17,6 +17,8 @@ from vaemem.__main__ import main
 from vaemem.cli.commands import COMMANDS
 from vaemem.cli.parsing import make_parser
 
+pytestmark = pytest.mark.python
+
 FILE = Path(__file__).parent.parent / "README.md"
 if not FILE.exists():
     pytest.skip("the README is not here", allow_module_level=True)

@@ -14,6 +14,8 @@ from vaemem import VAE, _core
 from vaemem.__main__ import main
 from vaemem.engine import layouts, weights
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 WAN = ("qwen-image", "wan2.2")
 
 

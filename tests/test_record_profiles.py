@@ -22,6 +22,8 @@ import record_profiles
 import rule_errors
 from record_profiles import Learned, Network, Recorder, pick
 
+pytestmark = pytest.mark.python
+
 SHAPE = 320, 640, 3, 1, 1
 
 

@@ -8,6 +8,8 @@ from vaemem import plan_pipeline
 from vaemem.__main__ import main
 from vaemem._render import Columns, Sheet
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 HEADER = ("way", "outcome", "seconds", "peak", "host")
 ROWS = [
     ("no offload, VAE whole", "runs out in decode, 25.84 GB short", "172 s (102 to 288)", "36.32 GB", "0 MB"),

@@ -14,6 +14,8 @@ from vaemem import _core
 from vaemem.prediction.replay import replay
 from vaemem.prediction.snapshot import CachingAllocator, load_snapshot, parse_conf
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 

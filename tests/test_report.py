@@ -12,6 +12,8 @@ from vaemem import Table, estimate_sweep, predict_sweep
 from vaemem.reports.report import report
 from vaemem.reports.row_statistics import constant, percentile, ratio
 
+pytestmark = pytest.mark.python
+
 MIB = 2**20
 
 # What the published document states, section by section, in its own order and rounding.

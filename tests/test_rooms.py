@@ -12,6 +12,8 @@ import pytest
 
 import vaemem
 
+pytestmark = pytest.mark.python
+
 ROOT = Path(__file__).parent.parent
 # Folders and the files between them; each may use what stands before it, and the files of its own folder.
 ORDER = (

@@ -15,6 +15,8 @@ from weights_files import make, same, tensors_of
 from vaemem import _saving
 from vaemem.engine import weights
 
+pytestmark = pytest.mark.python
+
 LIMIT = 120  # seconds, which a deadlock meets
 TINY = {"block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4}
 CONFIGS = [{**TINY, "scaling_factor": factor, "latent_channels": n} for factor, n in ((0.25, 4), (0.5, 8), (2.0, 16))]

@@ -22,6 +22,8 @@ from scoreboard import Answer, Estimator, ask, score, wrong_cards
 from vaemem.tables.contribution import CONTRIBUTED as COLUMNS
 from vaemem.tables.contribution import contribution
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 GOOD = dict.fromkeys(COLUMNS, "") | {
     "source": "somebody/repository#1", "runtime": "diffusers", "model": "sdxl", "op": "decode", "height": "1024",
     "width": "1024", "batch": "1", "dtype": "float16", "device": "NVIDIA GeForce RTX 4090",

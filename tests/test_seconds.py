@@ -27,6 +27,8 @@ from vaemem.prediction.seconds import (
     vae_work,
 )
 
+pytestmark = pytest.mark.python
+
 TERA = 1e12
 
 

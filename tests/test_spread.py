@@ -10,6 +10,8 @@ from errors import refused
 from vaemem import VAE, bound, measure_sweep, predict_sweep
 from vaemem.engine.configs import known_arch
 
+pytestmark = pytest.mark.python
+
 PREDICTED = {"models": ["sdxl", "flux"], "ops": ["encode", "decode_tiled"], "sizes": [1024, (512, 768)]}
 PREDICTED |= {"dtypes": "float16", "tile": 512, "gpu": ["RTX 4090", "T4"]}
 BOUND = {"models": "sdxl", "dtypes": "float16", "torch_version": "2.7.1+cu128", "sides": (512, 1024)}

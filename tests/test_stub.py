@@ -10,6 +10,8 @@ import pytest
 
 from vaemem import _core
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 STUB = ast.parse((Path(__file__).parent.parent / "vaemem/_core.pyi").read_text("utf-8"))
 
 

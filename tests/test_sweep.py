@@ -11,6 +11,8 @@ from errors import refused
 import vaemem
 from vaemem import VAE, estimate_sweep, measure_sweep
 
+pytestmark = pytest.mark.python
+
 
 @pytest.fixture(scope="module")
 def vae():

@@ -18,6 +18,8 @@ from vaemem._common import need
 from vaemem._render import Columns
 from vaemem.tables.table import COLUMNS, as_ran, in_tiles
 
+pytestmark = pytest.mark.python
+
 ROW = {"model": "sdxl", "op": "decode", "height": 512, "width": 768, "batch": 1, "dtype": "float32"}
 FULL = ROW | {
     "runtime": "vaemem", "device": "cpu", "source": "measured", "allocated_bytes": 2**53 + 1, "reserved_bytes": 0,

@@ -13,6 +13,8 @@ from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_request import text_name, variables_of
 from vaemem.pipelines.text import PipelineText, load_text, play_text
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 AT = dict.fromkeys("n h w f l a p y x q k t m s e v g u c i".split(), 1)
 

@@ -17,6 +17,8 @@ from vaemem import VAE, Tiling, _core
 from vaemem.engine import configs
 from vaemem.engine.model import Runner
 
+pytestmark = pytest.mark.core
+
 PARITY = 1e-5  # of the norm, as for whole images
 
 

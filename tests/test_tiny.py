@@ -19,6 +19,8 @@ from vaemem import VAE, Tiling, _core
 from vaemem.engine import configs, layouts
 from vaemem.engine.weights import look, tensor_types
 
+pytestmark = pytest.mark.core
+
 PARITY = 1e-5  # as test_other_vaes has it
 SHIPPED = ["taesd", "taef1", "taef2"]
 

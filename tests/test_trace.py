@@ -12,6 +12,8 @@ from traces import OPS, assert_same, empty_image, left_by
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
 
+pytestmark = pytest.mark.core
+
 MODELS = _core.models()
 PASSING = [("decoder.conv_in", "decoder.conv_in", "weight", 8, 1)]
 SMALL = {
@@ -37,7 +39,7 @@ def skip_from(release):
     from torch_vaes import RELEASE
 
     if release <= RELEASE:
-        pytest.skip(f"before diffusers 0.{release} (make older)")
+        pytest.skip(f"before diffusers 0.{release} (make check ONLY=older)")
 
 
 def diffusers_case(

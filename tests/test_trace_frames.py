@@ -14,6 +14,8 @@ from vaemem import _core, predict
 from vaemem._common import latent_factor
 from vaemem.prediction.profiles import Conv
 
+pytestmark = pytest.mark.core
+
 QWEN = _core.models()["qwen-image"]
 SMALL = {**QWEN, "block_out_channels": (32, 64, 64)}
 NARROW = {**QWEN, "block_out_channels": (32, 64, 64, 64)}

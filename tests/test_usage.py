@@ -10,6 +10,8 @@ from vaemem.pipelines.components import PIPELINES
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import usage
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 
 @pytest.mark.parametrize(("program", "least"), [("diffusers", 0.919), ("comfyui", 0.88)])
 def test_the_share_of_uses_that_are_known(program, least):

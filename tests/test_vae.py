@@ -21,6 +21,8 @@ from vaemem import VAE, _core
 from vaemem._common import DTYPES, PRECISIONS, latent_factor
 from vaemem.engine.arrays import DeviceArrays
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 # fp32 has 24 bits: 6e-8 a rounding. Some 60 layers of sums of up to 4608 terms leave 1e-6 here; a skipped bias or a
 # swapped tensor leaves 1e-2 and more.
 PARITY = 1e-5

@@ -18,6 +18,8 @@ from vaemem import VAE, Tiling, _core
 from vaemem._common import frames_factor, latent_factor
 from vaemem.engine.configs import config_of
 
+pytestmark = pytest.mark.core
+
 # Small, with the levels of the real ones: four or eight frames of a video for one of latents.
 _LEVELS = {"dim_mult": [1, 2, 2, 2], "temperal_downsample": [False, True, True]}
 CONFIGS = {name: FRAMES[name] | _LEVELS for name in ("wan", "wan22")}

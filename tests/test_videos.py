@@ -18,6 +18,8 @@ from vaemem.pipelines import components, pipeline_run, programs
 from vaemem.pipelines.text import PipelineText
 from vaemem.prediction.runtimes import architecture
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 wan = partial(predict_pipeline, "wan-1.3b", 128, 192, gpu="RTX 4090")
 
 

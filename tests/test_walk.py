@@ -104,7 +104,7 @@ def walked(trace):
 )
 def test_accelerates_hooks_send_what_the_walk_says(case, op, first, monkeypatch):
     if first != "float32" and RELEASE >= 36:
-        pytest.skip("before diffusers 0.36 (make older)")
+        pytest.skip("before diffusers 0.36 (make check ONLY=older)")
     arch, height, width, batch, tile, slicing = case
     factor = 2 ** (len(arch["block_out_channels"]) - 1)
     vae = diffusers_vae(arch, torch.float32, "cpu")

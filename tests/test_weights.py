@@ -13,6 +13,8 @@ from weights_files import CONFIGS, FLUX_LIKE, SMALL, autoencoder, make, respell,
 from vaemem import _core
 from vaemem.engine import configs, layouts, weights
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 # ---- names, against the real thing ----
 
 

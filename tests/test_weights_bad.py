@@ -20,6 +20,8 @@ from weights_files import CONFIGS, FLUX_LIKE, SMALL, make, respell, same, tensor
 from vaemem import VAE, _core
 from vaemem.engine import configs, file_tensors, weights
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 # ---- tensors that are not as they should be ----
 
 

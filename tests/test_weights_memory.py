@@ -10,6 +10,8 @@ from weights_files import CONFIGS, SMALL, autoencoder, make, respell, same, tens
 from vaemem import VAE
 from vaemem.engine import weights
 
+pytestmark = [pytest.mark.core, pytest.mark.python]
+
 
 @pytest.mark.parametrize("prefix", ["", "first_stage_model."])
 def test_a_state_dict_of_arrays(prefix):

@@ -1,4 +1,4 @@
-"""Runs the notebooks beside this file and renders them to HTML: `make docs`, or `python render.py FOLDER`."""
+"""Runs the notebooks next to this file and renders them to HTML: `python docs/notebooks/render.py FOLDER`."""
 
 import os
 import sys
