@@ -67,9 +67,7 @@ def test_layers_as_they_were_measured(type):
     assert layer_of(type, 384, 512, 200) == MEASURED[type]
 
 
-@pytest.mark.skipif(
-    not importlib.util.find_spec("torchao"), reason="torchao is not installed (make check ONLY=quantised)"
-)
+@wants_torchao
 def test_layers_as_the_libraries_run_them():
     sizes = [(384, 512, 200), (256, 768, 24), (1024, 256, 8)]
     command = [sys.executable, Path(__file__).with_name("quantised_layers.py")]
@@ -79,9 +77,7 @@ def test_layers_as_the_libraries_run_them():
     assert measured == [{type: layer_of(type, *one) for type in MEASURED} for one in sizes]
 
 
-@pytest.mark.skipif(
-    not importlib.util.find_spec("torchao"), reason="torchao is not installed (make check ONLY=quantised)"
-)
+@wants_torchao
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_text_encoders_as_transformers_quantises_them(dtype):
     command = [sys.executable, Path(__file__).with_name("quantised_text_encoders.py"), dtype]
@@ -92,9 +88,7 @@ def test_text_encoders_as_transformers_quantises_them(dtype):
         assert {one.name: sum(one.pieces[:counted]) for one in held} == sizes
 
 
-@pytest.mark.skipif(
-    not importlib.util.find_spec("torchao"), reason="torchao is not installed (make check ONLY=quantised)"
-)
+@wants_torchao
 def test_what_the_libraries_own_functions_quantise():
     """quanto takes convolutions too, and both take T5's wo and the head."""
     import optimum.quanto as quanto
@@ -356,9 +350,7 @@ def test_plans_with_a_gguf_file(small_flux):
     ]
 
 
-@pytest.mark.skipif(
-    not importlib.util.find_spec("torchao"), reason="torchao is not installed (make check ONLY=quantised)"
-)
+@wants_torchao
 def test_the_code_of_a_plan_makes_the_libraries_configs():
     """Everything before from_pretrained runs."""
     types = {"transformer": "int8wo", "text_encoder_2": "qint4"}
