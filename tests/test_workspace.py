@@ -1013,7 +1013,7 @@ def test_convolutions_of_pytorchs_own(conv, count):
     assert count is None or answer == count
 
 
-# cuDNN 9.28.0, asked for an RTX 4090 (docs/PREDICTION.md has more).
+# cuDNN 9.28.0, asked for an RTX 4090.
 OTHERS = [
     (("float16", 1, 512, 1, 65536, 512, (1, 7), 1, (0, 3)), 131.5),
     (("float16", 1, 128, 512, 256, 128, (3, 1), 1, (1, 0)), 64.09),
