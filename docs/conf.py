@@ -11,7 +11,7 @@ html_title = f"vaemem {version}"
 html_theme = "furo"
 html_show_copyright = html_copy_source = False
 extensions = ["myst_nb", "sphinx.ext.autodoc", "numpydoc"]
-nb_execution_mode = "off"
+nb_execution_mode, nb_execution_timeout, nb_execution_raise_on_error = "force", 600, True  # kept without outputs
 myst_heading_anchors = 3
 suppress_warnings = ["misc.highlighting_failure"]  # a block may show a part of a program
 default_role = "py:obj"

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -68,19 +69,27 @@ def test_kept_without_outputs(name):
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_install_cell(name, tmp_path, monkeypatch):
-    """It installs an uploaded wheel, otherwise the released package, and nothing if vaemem is there."""
+    """It installs the wheel at an address, an uploaded wheel, or the released package; nothing if vaemem is there; and
+    the GPU backend if there is a GPU."""
     notebook = json.loads((FOLDER / f"{name}.ipynb").read_text("utf-8"))
     code = next("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
-    code = re.sub(r'%pip install -q "(.*?)\[.*', r'installed.append(f"\1")', code)
-    installed, wheel = [], "vaemem-0.1.0-cp311-abi3-manylinux_2_17_x86_64.whl"
+    code = re.sub(r'%pip install -q "(.*?)".*', r'installed.append(f"\1")', code)
+    wheel, address = "vaemem-0.1.0-cp311-abi3-manylinux_2_17_x86_64.whl", "https://example.org/vaemem-0.1.0.whl"
     monkeypatch.chdir(tmp_path)
-    exec(code, {"installed": installed})
-    assert installed == []
+
+    def installs(code, *tools):
+        monkeypatch.setattr(shutil, "which", lambda tool: tool if tool in tools else None)
+        exec(code, {"installed": (installed := [])})
+        return [re.sub(r"\[.*?\]", "", one) for one in installed]
+
+    assert installs(code) == installs(code, "nvidia-smi") == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    exec(code, {"installed": installed})
+    assert installs(code) == ["vaemem"]
+    assert installs(code.replace('ADDRESS = ""', f"ADDRESS = {address!r}")) == [f"vaemem @ {address}"]
     (tmp_path / wheel).touch()
-    exec(code, {"installed": installed})
-    assert installed == ["vaemem", wheel]
+    assert installs(code, "nvidia-smi") == [wheel, "vaemem-cuda"]
+    (tmp_path / "vaemem_cuda-0.1.0.whl").touch()
+    assert installs(code, "nvidia-smi") == [wheel, "vaemem_cuda-0.1.0.whl"]
 
 
 @pytest.fixture(scope="module", params=SHOWN)
