@@ -43,20 +43,8 @@ def test_the_site_builds(tmp_path):
         pytest.importorskip(package)
     from vaemem import plot, pytorch
 
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-D",
-        "nb_execution_mode=off",
-        "-d",
-        tmp_path / "read",
-        DOCS,
-        tmp_path,
-    ]
+    flags = ["-q", "-W", "--keep-going", "-D", "nb_execution_mode=off"]  # tests/test_notebooks.py runs them
+    command = [sys.executable, "-m", "sphinx", *flags, "-d", tmp_path / "read", DOCS, tmp_path]
     root = str(Path(vaemem.__file__).parents[1])
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
