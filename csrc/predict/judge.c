@@ -50,26 +50,26 @@ vm_status vm_judge_rows(const vm_play *p, const vm_judge_phase *phase, size_t ph
         if (phase[i].reading >= readings)
             return vm_fail(VM_EINVAL, VM_EXPECTED("judge", "a reading of %zu", "number %zu"), readings,
                            phase[i].reading);
-    vm_status s = vm_scratch_new(phases, sizeof *span, &span);
-    if (!s) s = vm_scratch_new(rows + 1, phases * sizeof *reserved, &reserved);
-    for (size_t i = 0; !s && i < phases; i++) {
+    vm_status s;
+    if ((s = vm_scratch_new(phases, sizeof *span, &span))) goto done;
+    if ((s = vm_scratch_new(rows + 1, phases * sizeof *reserved, &reserved))) goto done;
+    for (size_t i = 0; i < phases; i++) {
         const vm_reading *const r = &reading[phase[i].reading];
         span[i] = r->span;
         reserved[rows * phases + i] = r->peak_reserved - (above ? r->base_reserved : 0);
     }
-    if (!s && rows && phases) s = vm_play_rows(p, span, phases, above, row, rows, reserved);
-    if (!s) {
-        uint64_t *const most = reserved + rows * phases;
-        const uint64_t own = most_of(phase, most, phases);
-        *out = (vm_takes){own, own, own, 0};
-        for (size_t i = 0; i < rows; i++) {
-            const uint64_t total = most_of(phase, reserved + i * phases, phases);
-            if (i < likely) out->least = VM_MIN(out->least, total), out->most = VM_MAX(out->most, total);
-            for (size_t k = 0; k < phases; k++) most[k] = VM_MAX(most[k], reserved[i * phases + k]);
-        }
-        for (size_t k = 0; k < phases; k++)
-            out->bound = VM_MAX(out->bound, vm_sum64(phase[k].outside, vm_judge_bound(most[k], phase[k].exact)));
+    if (rows && phases && (s = vm_play_rows(p, span, phases, above, row, rows, reserved))) goto done;
+    uint64_t *const most = reserved + rows * phases;
+    const uint64_t own = most_of(phase, most, phases);
+    *out = (vm_takes){own, own, own, 0};
+    for (size_t i = 0; i < rows; i++) {
+        const uint64_t total = most_of(phase, reserved + i * phases, phases);
+        if (i < likely) out->least = VM_MIN(out->least, total), out->most = VM_MAX(out->most, total);
+        for (size_t k = 0; k < phases; k++) most[k] = VM_MAX(most[k], reserved[i * phases + k]);
     }
+    for (size_t k = 0; k < phases; k++)
+        out->bound = VM_MAX(out->bound, vm_sum64(phase[k].outside, vm_judge_bound(most[k], phase[k].exact)));
+done:
     vm_scratch_free(reserved);
     vm_scratch_free(span);
     return s;
@@ -112,8 +112,8 @@ static vm_status try(const search *s, uint64_t capacity, tried *out) {
     vm_play *p = NULL;
     vm_status status;
     if (s->begun) {
-        status = vm_play_up_to(s->begun, s->p, s->low);
-        if (!status) status = vm_play_branch(s->begun, capacity, &p);
+        if ((status = vm_play_up_to(s->begun, s->p, s->low))) return status;
+        status = vm_play_branch(s->begun, capacity, &p);
     } else {
         status = vm_play_elsewhere(s->p, NULL, capacity, s->first_only, &p);
     }
@@ -134,9 +134,9 @@ static vm_status fits(search *s, uint64_t capacity, bool *out) {
         if (t->most <= capacity && (!t->refused || capacity < t->refused)) found = t;
     }
     if (!found) {
-        vm_status status = vm_scratch_grow(&s->tried, s->count, sizeof *s->tried);
-        if (!status) status = try(s, VM_MAX(capacity, PAGE), &s->tried[s->count]);
-        if (status) return status;
+        vm_status status;
+        if ((status = vm_scratch_grow(&s->tried, s->count, sizeof *s->tried))) return status;
+        if ((status = try(s, VM_MAX(capacity, PAGE), &s->tried[s->count]))) return status;
         found = &s->tried[s->count++];
     }
     *out = !found->full && found->with_outside <= capacity;
@@ -147,16 +147,21 @@ vm_status vm_judge_least(const vm_play *p, bool first_only, uint64_t low, uint64
     search s = {.p = p, .first_only = first_only};
     uint64_t little = low < high ? low / PAGE : 0, enough = high / PAGE; /* in pages */
     bool is = false;
-    vm_status status = vm_scratch_grow(&s.tried, 0, sizeof *s.tried);
-    if (!status && vm_talloc_is_plain(vm_play_device(p)) && !vm_play_walked(p))
-        status = vm_play_elsewhere(p, NULL, 0, first_only, &s.begun);
-    if (!status) s.tried[s.count++] = outcome(p); /* the device with enough room */
-    if (!status) status = fits(&s, enough * PAGE, &is);
-    while (!status && !is) { /* `high` may be too little: with more room A1111 splits its attention less */
+    vm_status status;
+    if ((status = vm_scratch_grow(&s.tried, 0, sizeof *s.tried))) goto done;
+    if (vm_talloc_is_plain(vm_play_device(p)) && !vm_play_walked(p) &&
+        (status = vm_play_elsewhere(p, NULL, 0, first_only, &s.begun)))
+        goto done;
+    s.tried[s.count++] = outcome(p); /* the device with enough room */
+    if ((status = fits(&s, enough * PAGE, &is))) goto done;
+    while (!is) { /* `high` may be too little: with more room A1111 splits its attention less */
         little = enough;
         enough = VM_MAX(2 * enough, 1);
-        if (enough > VM_TALLOC_LARGEST / PAGE) status = vm_fail(VM_EOVERFLOW, "least: no device is large enough");
-        if (!status) status = fits(&s, enough * PAGE, &is);
+        if (enough > VM_TALLOC_LARGEST / PAGE) {
+            status = vm_fail(VM_EOVERFLOW, "least: no device is large enough");
+            goto done;
+        }
+        if ((status = fits(&s, enough * PAGE, &is))) goto done;
     }
     while (!status && enough - little > 1) {
         const uint64_t middle = (little + enough) / 2;
@@ -167,6 +172,7 @@ vm_status vm_judge_least(const vm_play *p, bool first_only, uint64_t low, uint64
         else
             little = middle;
     }
+done:
     *least = enough * PAGE;
     vm_play_free(s.begun);
     vm_scratch_free(s.tried);

@@ -84,10 +84,11 @@ static vm_status widen(void *array, size_t *count, size_t items, size_t item_byt
 
 static vm_status make_room(vm_play *p) {
     const size_t known = p->convs;
-    vm_status s = widen(&p->stored, &p->storages, p->script->storages, sizeof *p->stored);
-    if (!s) s = widen(&p->workspaces, &p->convs, p->script->convs, sizeof *p->workspaces);
+    vm_status s;
+    if ((s = widen(&p->stored, &p->storages, p->script->storages, sizeof *p->stored))) return s;
+    if ((s = widen(&p->workspaces, &p->convs, p->script->convs, sizeof *p->workspaces))) return s;
     for (size_t i = known; i < p->convs; i++) p->workspaces[i] = (workspaces){.most = UINT64_MAX};
-    return s;
+    return VM_OK;
 }
 
 vm_status vm_play_answer(vm_play *p, const uint64_t *workspace, const uint64_t *next) {
@@ -105,17 +106,16 @@ vm_status vm_play_answer_call(vm_play *p, const vm_called *c, const uint64_t *wo
 
 vm_status vm_play_elsewhere(const vm_play *like, vm_talloc *talloc, uint64_t memory, bool first_only, vm_play **out) {
     vm_talloc *own = NULL;
-    vm_status s = VM_OK;
+    vm_status s;
     *out = NULL;
     if (!talloc) {
         vm_talloc_config c = *vm_talloc_settings(like->talloc);
         c.total_memory = memory;
         c.reservation = 0;
         c.history = false;
-        s = vm_talloc_new(&c, &own);
+        if ((s = vm_talloc_new(&c, &own))) return s;
     }
-    if (!s) s = vm_play_new(like->script, talloc ? talloc : own, &like->blas, memory, out);
-    if (s) {
+    if ((s = vm_play_new(like->script, talloc ? talloc : own, &like->blas, memory, out))) {
         vm_talloc_delete(own);
         return s;
     }
@@ -154,11 +154,12 @@ vm_status vm_play_branch(const vm_play *p, uint64_t memory, vm_play **out) {
     c->heights = (vm_heights){0};
     c->notes_heights = false;
     c->reached = NULL, c->stored = NULL, c->workspaces = NULL, c->reading = NULL, c->reading_peak = NULL;
-    s = copy_array(&c->reached, p->reached, p->event, sizeof *p->reached);
-    if (!s) s = copy_array(&c->stored, p->stored, p->storages, sizeof *p->stored);
-    if (!s) s = copy_array(&c->workspaces, p->workspaces, p->convs, sizeof *p->workspaces);
-    if (!s) s = copy_array(&c->reading, p->reading, p->readings, sizeof *p->reading);
-    if (!s) s = copy_array(&c->reading_peak, p->reading_peak, p->readings, sizeof *p->reading_peak);
+    if ((s = copy_array(&c->reached, p->reached, p->event, sizeof *p->reached))) goto done;
+    if ((s = copy_array(&c->stored, p->stored, p->storages, sizeof *p->stored))) goto done;
+    if ((s = copy_array(&c->workspaces, p->workspaces, p->convs, sizeof *p->workspaces))) goto done;
+    if ((s = copy_array(&c->reading, p->reading, p->readings, sizeof *p->reading))) goto done;
+    s = copy_array(&c->reading_peak, p->reading_peak, p->readings, sizeof *p->reading_peak);
+done:
     if (s)
         vm_play_free(c);
     else
@@ -219,9 +220,9 @@ static vm_status walk(vm_play *p, const vm_event *e) {
     vm_trace_vae vae = *p->script->call[e->of].trace->walk;
     vm_trace *t;
     vae.gpu.free_bytes = p->memory > used ? p->memory - used : 0;
-    vm_status s = vm_scratch_grow(&p->walked, p->walks, sizeof *p->walked);
-    if (!s) s = vm_trace_vae_build(&vae, &t);
-    if (s) return s;
+    vm_status s;
+    if ((s = vm_scratch_grow(&p->walked, p->walks, sizeof *p->walked))) return s;
+    if ((s = vm_trace_vae_build(&vae, &t))) return s;
     walked *const w = &p->walked[p->walks];
     *w = (walked){.event = p->event};
     s = vm_script_find(p->script, t, &w->called);
@@ -236,21 +237,23 @@ static vm_status walk(vm_play *p, const vm_event *e) {
 static vm_status begin_heights(vm_play *p, const vm_called *c) {
     free_heights(&p->heights);
     if (!p->notes_heights) return VM_OK;
-    vm_status s = vm_scratch_new(c->trace->steps, sizeof *p->heights.allocated, &p->heights.allocated);
-    if (!s) s = vm_scratch_new(c->trace->steps, sizeof *p->heights.reserved, &p->heights.reserved);
-    if (!s) p->heights.of = c;
-    return s;
+    vm_status s;
+    if ((s = vm_scratch_new(c->trace->steps, sizeof *p->heights.allocated, &p->heights.allocated))) return s;
+    if ((s = vm_scratch_new(c->trace->steps, sizeof *p->heights.reserved, &p->heights.reserved))) return s;
+    p->heights.of = c;
+    return VM_OK;
 }
 
 /* workspace, next: [convs], of the convolutions now. */
 static vm_status list_workspaces(const vm_play *p, uint64_t **workspace, uint64_t **next) {
-    vm_status s = vm_scratch_new(p->convs, sizeof **workspace, workspace);
-    if (!s) s = vm_scratch_new(p->convs, sizeof **next, next);
-    for (size_t i = 0; !s && i < p->convs; i++) {
+    vm_status s;
+    if ((s = vm_scratch_new(p->convs, sizeof **workspace, workspace))) return s;
+    if ((s = vm_scratch_new(p->convs, sizeof **next, next))) return s;
+    for (size_t i = 0; i < p->convs; i++) {
         (*workspace)[i] = VM_MIN(p->workspaces[i].first, p->workspaces[i].most);
         (*next)[i] = p->first_only ? p->workspaces[i].first : p->workspaces[i].next;
     }
-    return s;
+    return VM_OK;
 }
 
 /* Keeps next plans that ran. */
@@ -290,14 +293,15 @@ static vm_status call(vm_play *p, const vm_event *e) {
     vm_status s = p->script->call[e->of].trace->walk ? walk(p, e) : VM_OK;
     if (s) return s;
     r.of = vm_play_called(p, p->event);
-    s = widen(&p->address, &p->ids, r.of->trace->ids, sizeof *p->address);
-    if (!s) s = begin_heights(p, r.of);
-    if (!s) s = list_workspaces(p, &r.workspace, &r.next);
+    if ((s = widen(&p->address, &p->ids, r.of->trace->ids, sizeof *p->address))) goto done;
+    if ((s = begin_heights(p, r.of))) goto done;
+    if ((s = list_workspaces(p, &r.workspace, &r.next))) goto done;
     r.address = p->address;
     r.allocated = p->heights.allocated;
     r.reserved = p->heights.reserved;
-    if (!s) s = play_call(p, e, r.of, &r);
-    if (!s) note_refused(p, r.workspace);
+    if ((s = play_call(p, e, r.of, &r))) goto done;
+    note_refused(p, r.workspace);
+done:
     if (s) free_heights(&p->heights);
     vm_scratch_free(r.next);
     vm_scratch_free(r.workspace);
@@ -316,9 +320,9 @@ static vm_status reset_peak(vm_play *p) {
 }
 
 static vm_status read_counters(vm_play *p) {
-    vm_status s = vm_scratch_grow(&p->reading, p->readings, sizeof *p->reading);
-    if (!s) s = vm_scratch_grow(&p->reading_peak, p->readings, sizeof *p->reading_peak);
-    if (s) return s;
+    vm_status s;
+    if ((s = vm_scratch_grow(&p->reading, p->readings, sizeof *p->reading))) return s;
+    if ((s = vm_scratch_grow(&p->reading_peak, p->readings, sizeof *p->reading_peak))) return s;
     p->reading_peak[p->readings] = p->peak;
     p->reading[p->readings++] = (vm_reading){{p->reset, p->event},
                                              p->allocated,

@@ -104,18 +104,19 @@ static vm_status list_at(const vm_play *p, const peak *at, size_t until, vm_live
     bool *there = NULL;
     rounding r = {0};
     *out = (vm_live_list){0};
-    vm_status s = vm_scratch_new(names, sizeof *out->item, &out->item);
-    if (!s) s = vm_scratch_new(p->script->storages, sizeof *l.live, &l.live);
-    if (!s) s = vm_scratch_new(names, sizeof *l.row, &l.row);
-    if (!s) s = vm_scratch_new(ids, sizeof *there, &there);
-    if (!s) s = vm_scratch_new(names, sizeof *r.held, &r.held);
-    if (!s) s = vm_scratch_new(names, sizeof *r.rounded, &r.rounded);
-    if (!s) {
-        mark(&l, at->at);
-        add_outside(&l, at->at);
-        if (in_call) add_call(&l, at->at, at->workspace, there);
-        list_rounded(p, until, &r, out);
-    } else {
+    vm_status s;
+    if ((s = vm_scratch_new(names, sizeof *out->item, &out->item))) goto done;
+    if ((s = vm_scratch_new(p->script->storages, sizeof *l.live, &l.live))) goto done;
+    if ((s = vm_scratch_new(names, sizeof *l.row, &l.row))) goto done;
+    if ((s = vm_scratch_new(ids, sizeof *there, &there))) goto done;
+    if ((s = vm_scratch_new(names, sizeof *r.held, &r.held))) goto done;
+    if ((s = vm_scratch_new(names, sizeof *r.rounded, &r.rounded))) goto done;
+    mark(&l, at->at);
+    add_outside(&l, at->at);
+    if (in_call) add_call(&l, at->at, at->workspace, there);
+    list_rounded(p, until, &r, out);
+done:
+    if (s) {
         vm_scratch_free(out->item);
         *out = (vm_live_list){0};
     }

@@ -90,14 +90,14 @@ static vm_status read_empty(reader *r) {
 static vm_status read_blas(reader *r, bool lt) {
     const vm_blas *const b = &r->p->blas;
     const uint32_t id = (uint32_t)r->of->ids - 1;
-    vm_status s = VM_OK;
+    vm_status s;
     if (lt && b->cublaslt_use == VM_CUBLASLT_EACH) return add_request(r, BORROW, 0, 0, b->cublaslt_bytes);
-    r->takes |= !r->kept[CUBLAS] || (lt && !r->kept[CUBLASLT]);
-    if (!r->kept[CUBLAS]) s = add_request(r, TAKE, id, 0, b->cublas_bytes);
-    if (!s && lt && !r->kept[CUBLASLT]) s = add_request(r, TAKE, id, 0, b->cublaslt_bytes);
+    const bool takes_cublas = !r->kept[CUBLAS], takes_cublaslt = lt && !r->kept[CUBLASLT];
+    r->takes |= takes_cublas || takes_cublaslt;
     r->kept[CUBLAS] = true;
     r->kept[CUBLASLT] |= lt;
-    return s;
+    if (takes_cublas && (s = add_request(r, TAKE, id, 0, b->cublas_bytes))) return s;
+    return takes_cublaslt ? add_request(r, TAKE, id, 0, b->cublaslt_bytes) : VM_OK;
 }
 
 static vm_status read_step(reader *r, const vm_called *c, const vm_trace_step *step) {
@@ -158,19 +158,20 @@ static vm_status read_going(reader *r, const vm_event *e, size_t i) {
 
 static vm_status read_event(reader *r, size_t number) {
     const vm_event *const e = &r->p->script->event[number];
-    vm_status s = VM_OK;
+    vm_status s;
     if (e->kind == VM_EVENT_CALL) return read_call(r, e, vm_play_called(r->p, number));
     if (e->kind == VM_EVENT_EMPTY) {
-        s = read_empty(r);
+        if ((s = read_empty(r))) return s;
         r->step++;
     }
-    for (uint32_t i = 0; !s && i < e->count; i++) {
-        s = add_request(r, TAKE, e->first + i, 0, r->p->script->storage[e->first + i].bytes);
+    for (uint32_t i = 0; i < e->count; i++) {
+        if ((s = add_request(r, TAKE, e->first + i, 0, r->p->script->storage[e->first + i].bytes))) return s;
         r->step++;
-        if (!s && e->kind == VM_EVENT_REPLACE) s = read_going(r, e, i);
+        if (e->kind == VM_EVENT_REPLACE && (s = read_going(r, e, i))) return s;
     }
-    for (size_t i = 0; !s && e->kind == VM_EVENT_GIVE && i < e->goes; i++) s = read_going(r, e, i);
-    return s;
+    for (size_t i = 0; e->kind == VM_EVENT_GIVE && i < e->goes; i++)
+        if ((s = read_going(r, e, i))) return s;
+    return VM_OK;
 }
 
 /* Rows that have been equal so far. */
@@ -200,11 +201,12 @@ static vm_status copy_group(const notes *o, const group *g, group *copy) {
     copy->held = NULL;
     copy->version = NULL;
     copy->course.change = NULL;
-    vm_status s = vm_pool_copy(&g->pool, &copy->pool);
-    if (!s) s = vm_scratch_new(o->ids, sizeof *g->held, &copy->held);
-    if (!s) s = vm_scratch_new(vm_mem_capacity(g->course.changes), sizeof *g->course.change, &copy->course.change);
-    if (!s) s = vm_scratch_new(o->kinds, sizeof *g->version, &copy->version);
-    if (s) return s;
+    const size_t changes = vm_mem_capacity(g->course.changes);
+    vm_status s;
+    if ((s = vm_pool_copy(&g->pool, &copy->pool))) return s;
+    if ((s = vm_scratch_new(o->ids, sizeof *g->held, &copy->held))) return s;
+    if ((s = vm_scratch_new(changes, sizeof *g->course.change, &copy->course.change))) return s;
+    if ((s = vm_scratch_new(o->kinds, sizeof *g->version, &copy->version))) return s;
     memcpy(copy->held, g->held, o->ids * sizeof *g->held);
     if (o->kinds) memcpy(copy->version, g->version, o->kinds * sizeof *g->version);
     if (g->course.changes) memcpy(copy->course.change, g->course.change, g->course.changes * sizeof *g->course.change);
@@ -218,6 +220,19 @@ static uint64_t makes(const notes *o, uint64_t room, size_t row, uint32_t conv) 
 }
 
 static vm_status play(const notes *o, group *g, size_t at);
+
+/* Plays the rows from number `from` on as a group of their own. */
+static vm_status play_others(const notes *o, const group *g, size_t from, size_t at) {
+    group others;
+    vm_status s;
+    if ((s = copy_group(o, g, &others))) goto done;
+    others.row += from;
+    others.rows -= from;
+    s = play(o, &others, at);
+done:
+    forget_group(&others);
+    return s;
+}
 
 /* A convolution's workspace: rows that would make another segment than the first row leave the group, and play on. */
 static vm_status convolve(const notes *o, group *g, size_t at) {
@@ -234,12 +249,7 @@ static vm_status convolve(const notes *o, group *g, size_t at) {
     }
     vm_status s = VM_OK;
     if (equal < g->rows) {
-        group others;
-        s = copy_group(o, g, &others);
-        others.row += equal;
-        others.rows -= equal;
-        if (!s) s = play(o, &others, at);
-        forget_group(&others);
+        s = play_others(o, g, equal, at);
         g->rows = equal;
     }
     return s || !made ? s : vm_pool_borrow(&g->pool, o->workspace[g->row[0] * o->convs + conv]);
@@ -248,7 +258,7 @@ static vm_status convolve(const notes *o, group *g, size_t at) {
 /* Plays the notes from `at` on. */
 static vm_status play(const notes *o, group *g, size_t at) {
     vm_status s = VM_OK;
-    while (!s && at < o->count) {
+    while (at < o->count) {
         const vm_trace_stretch *x = g->stretch < o->stretches ? &o->stretch[g->stretch] : NULL;
         if (x && at == x->from) {
             g->begun = version_of(g);
@@ -269,13 +279,13 @@ static vm_status play(const notes *o, group *g, size_t at) {
         case CONVOLVE: s = convolve(o, g, at); break;
         case EMPTY: vm_pool_empty(&g->pool); break;
         }
-        if (!s) s = add_change(&g->course, n.step, g->pool.reserved);
+        if (s) return s;
+        if ((s = add_change(&g->course, n.step, g->pool.reserved))) return s;
         g->others += !x || at < x->from;
         if (++at != (x ? x->until : 0)) continue;
         if (version_of(g) == g->begun) g->version[x->kind] = g->begun;
         g->stretch++;
     }
-    if (s) return s;
     for (size_t i = 0; i < g->rows; i++) {
         o->course[g->row[i]] = g->course;
         o->course[g->row[i]].borrowed = i > 0;
@@ -287,13 +297,15 @@ static vm_status play(const notes *o, group *g, size_t at) {
 static vm_status play_pool(const notes *o, size_t rows) {
     group all = {.rows = rows};
     size_t *row = NULL;
-    vm_status s = vm_pool_new(&all.pool, o->small);
-    if (!s) s = vm_scratch_new(o->ids, sizeof *all.held, &all.held);
-    if (!s) s = vm_scratch_new(o->kinds, sizeof *all.version, &all.version);
-    if (!s) s = vm_scratch_new(rows, sizeof *row, &row);
-    for (size_t i = 0; !s && i < rows; i++) row[i] = i;
+    vm_status s;
+    if ((s = vm_pool_new(&all.pool, o->small))) goto done;
+    if ((s = vm_scratch_new(o->ids, sizeof *all.held, &all.held))) goto done;
+    if ((s = vm_scratch_new(o->kinds, sizeof *all.version, &all.version))) goto done;
+    if ((s = vm_scratch_new(rows, sizeof *row, &row))) goto done;
+    for (size_t i = 0; i < rows; i++) row[i] = i;
     all.row = row;
-    if (!s && rows) s = play(o, &all, 0);
+    if (rows) s = play(o, &all, 0);
+done:
     forget_group(&all);
     vm_scratch_free(row);
     return s;
@@ -309,8 +321,9 @@ typedef struct outline {
 static vm_status draw_outline(const vm_play *p, size_t until, outline *o) {
     const vm_script *const script = p->script;
     *o = (outline){.pools = 2};
-    vm_status s = vm_scratch_new(until + 1, sizeof *o->before, &o->before);
-    for (size_t i = 0; !s && i < until; i++) {
+    const vm_status s = vm_scratch_new(until + 1, sizeof *o->before, &o->before);
+    if (s) return s;
+    for (size_t i = 0; i < until; i++) {
         const vm_event *const e = &script->event[i];
         const vm_trace *const t = e->kind == VM_EVENT_CALL ? vm_play_called(p, i)->trace : NULL;
         size_t steps = e->count + e->goes + (e->kind == VM_EVENT_EMPTY);
@@ -318,8 +331,8 @@ static vm_status draw_outline(const vm_play *p, size_t until, outline *o) {
         if (t) steps = t->steps, o->ids = VM_MAX(o->ids, t->ids), o->kinds += t->kinds;
         o->before[i + 1] = o->before[i] + steps;
     }
-    if (!s && o->before[until] > UINT32_MAX) s = vm_fail(VM_EOVERFLOW, "rows: expected fewer than 2^32 steps");
-    return s;
+    if (o->before[until] > UINT32_MAX) return vm_fail(VM_EOVERFLOW, "rows: expected fewer than 2^32 steps");
+    return VM_OK;
 }
 
 static vm_status read_script(const vm_play *p, size_t until, const outline *of, notes *o) {
@@ -359,13 +372,14 @@ static vm_status play_pools(const vm_play *p, size_t until, const outline *of, u
                        .workspace = workspace,
                        .most = most + k * convs,
                        .course = course + k * rows};
-    s = round_rows(p, workspace, rows, o);
-    if (!s) s = read_script(p, until, of, o);
+    if ((s = round_rows(p, workspace, rows, o))) goto done;
+    s = read_script(p, until, of, o);
     for (size_t k = 0; k < of->pools; k++) {
-        if (!s) s = play_pool(&o[k], rows);
+        if (!s) s = play_pool(&o[k], rows); /* each pool's notes are freed before the next pool is played */
         vm_scratch_free(o[k].note);
         vm_scratch_free(o[k].stretch);
     }
+done:
     vm_scratch_free(most);
     return s;
 }
@@ -375,16 +389,16 @@ static vm_status play_pools(const vm_play *p, size_t until, const outline *of, u
 /* Plays a call of a row. step: its first one. */
 static vm_status play_call(run *r, const vm_event *e, stored *stored, size_t step, course *c) {
     uint64_t height;
-    vm_status s = VM_OK;
-    for (size_t i = 0; !s && i < r->of->trace->steps; i++) {
-        s = vm_play_step(r, &r->of->trace->step[i], &height);
-        if (!s) s = add_change(c, step + i, vm_play_now(r->talloc, VM_TALLOC_RESERVED_BYTES));
+    vm_status s;
+    for (size_t i = 0; i < r->of->trace->steps; i++) {
+        if ((s = vm_play_step(r, &r->of->trace->step[i], &height))) return s;
+        if ((s = add_change(c, step + i, vm_play_now(r->talloc, VM_TALLOC_RESERVED_BYTES)))) return s;
     }
-    for (size_t i = 0; !s && i < r->of->lefts; i++) {
+    for (size_t i = 0; i < r->of->lefts; i++) {
         stored[e->first + i].address = r->address[r->of->left[i]];
         r->address[r->of->left[i]] = 0;
     }
-    return s;
+    return VM_OK;
 }
 
 /* Plays a step outside of calls: a storage comes or goes. */
@@ -398,30 +412,36 @@ static vm_status play_one(run *r, bool comes, uint64_t bytes, uint64_t *address,
 static vm_status play_event(const vm_play *p, run *r, size_t number, stored *stored, size_t step, course *c) {
     const vm_script *const script = p->script;
     const vm_event *const e = &script->event[number];
-    vm_status s = VM_OK;
+    vm_status s;
     if (e->kind == VM_EVENT_CALL) {
         r->of = vm_play_called(p, number);
         return play_call(r, e, stored, step, c);
     }
-    if (e->kind == VM_EVENT_EMPTY) s = vm_talloc_empty_cache(r->talloc);
-    if (!s) s = add_change(c, step, vm_play_now(r->talloc, VM_TALLOC_RESERVED_BYTES));
-    for (size_t i = 0; !s && i < VM_MAX(e->count, e->goes); i++) {
+    if (e->kind == VM_EVENT_EMPTY && (s = vm_talloc_empty_cache(r->talloc))) return s;
+    if ((s = add_change(c, step, vm_play_now(r->talloc, VM_TALLOC_RESERVED_BYTES)))) return s;
+    for (size_t i = 0; i < VM_MAX(e->count, e->goes); i++) {
         const uint32_t id = e->first + (uint32_t)i;
-        if (i < e->count) s = play_one(r, true, script->storage[id].bytes, &stored[id].address, step++, c);
-        if (!s && i < e->goes) s = play_one(r, false, 0, &stored[script->going[e->gone + i]].address, step++, c);
+        if (i < e->count && (s = play_one(r, true, script->storage[id].bytes, &stored[id].address, step++, c)))
+            return s;
+        if (i < e->goes && (s = play_one(r, false, 0, &stored[script->going[e->gone + i]].address, step++, c)))
+            return s;
     }
-    return s;
+    return VM_OK;
 }
 
 static vm_status play_row(const vm_play *p, size_t until, const outline *of, uint64_t *workspace, course *c) {
     uint64_t kept[2] = {0};
     run r = {.blas = &p->blas, .workspace = workspace, .cublas = {&kept[CUBLAS], &kept[CUBLASLT]}};
     stored *stored = NULL;
-    vm_status s = vm_talloc_new(vm_talloc_settings(p->talloc), &r.talloc);
-    if (!s) s = vm_scratch_new(p->script->storages, sizeof *stored, &stored);
-    if (!s) s = vm_scratch_new(of->ids, sizeof *r.address, &r.address);
-    for (size_t i = 0; !s && i < until; i++)
-        if (p->script->event[i].kind != VM_EVENT_NOTHING) s = play_event(p, &r, i, stored, of->before[i], c);
+    vm_status s;
+    if ((s = vm_talloc_new(vm_talloc_settings(p->talloc), &r.talloc))) goto done;
+    if ((s = vm_scratch_new(p->script->storages, sizeof *stored, &stored))) goto done;
+    if ((s = vm_scratch_new(of->ids, sizeof *r.address, &r.address))) goto done;
+    for (size_t i = 0; i < until; i++) {
+        if (p->script->event[i].kind == VM_EVENT_NOTHING) continue;
+        if ((s = play_event(p, &r, i, stored, of->before[i], c))) goto done;
+    }
+done:
     vm_scratch_free(r.address);
     vm_scratch_free(stored);
     vm_talloc_delete(r.talloc);
@@ -465,19 +485,21 @@ vm_status vm_play_rows(const vm_play *p, const vm_span *span, size_t spans, bool
                            span[i].since, span[i].until);
         until = VM_MAX(until, span[i].until);
     }
-    vm_status s = draw_outline(p, until, &of);
-    if (!s) s = vm_scratch_new(rows, of.pools * sizeof *course, &course);
-    if (!s && vm_talloc_is_plain(p->talloc)) {
-        s = play_pools(p, until, &of, workspace, rows, course);
+    vm_status s;
+    if ((s = draw_outline(p, until, &of))) goto done;
+    if ((s = vm_scratch_new(rows, of.pools * sizeof *course, &course))) goto done;
+    if (vm_talloc_is_plain(p->talloc)) {
+        if ((s = play_pools(p, until, &of, workspace, rows, course))) goto done;
     } else {
-        for (size_t i = 0; !s && i < rows; i++)
-            s = play_row(p, until, &of, workspace + i * p->script->convs, &course[i]);
+        for (size_t i = 0; i < rows; i++)
+            if ((s = play_row(p, until, &of, workspace + i * p->script->convs, &course[i]))) goto done;
     }
-    for (size_t i = 0; !s && i < rows; i++)
+    for (size_t i = 0; i < rows; i++)
         for (size_t j = 0; j < spans; j++) {
             const range steps = {of.before[span[j].since], of.before[span[j].until]};
             most[i * spans + j] = most_of(course + i, rows, of.pools, steps, above);
         }
+done:
     for (size_t i = 0; course && i < of.pools * rows; i++)
         if (!course[i].borrowed) vm_scratch_free(course[i].change);
     vm_scratch_free(course);

@@ -59,10 +59,11 @@ static vm_status read_derived(vm_program *p, char *line) {
     if (!vm_to_number(vm_next_word(&at), &d.by) || !vm_to_number(vm_next_word(&at), &d.to) || d.by < 1 || d.to < 1)
         return bad("a name, two numbers of 1 or more, and a polynomial");
     d.polynomial = at;
-    vm_status s = check_polynomial(p, at);
-    if (!s) s = add_name(p, line);
-    if (!s) p->follows[p->names - 1] = d;
-    return s;
+    vm_status s;
+    if ((s = check_polynomial(p, at))) return s;
+    if ((s = add_name(p, line))) return s;
+    p->follows[p->names - 1] = d;
+    return VM_OK;
 }
 
 static vm_status read_call(vm_program *p, char *line) {
@@ -83,10 +84,11 @@ static vm_status read_call(vm_program *p, char *line) {
 }
 
 static vm_status read_size(vm_program *p, char *line) {
-    vm_status s = check_polynomial(p, line);
-    if (!s) s = vm_scratch_grow(&p->size, p->count[SIZES], sizeof *p->size);
-    if (!s) p->size[p->count[SIZES]++] = line;
-    return s;
+    vm_status s;
+    if ((s = check_polynomial(p, line))) return s;
+    if ((s = vm_scratch_grow(&p->size, p->count[SIZES], sizeof *p->size))) return s;
+    p->size[p->count[SIZES]++] = line;
+    return VM_OK;
 }
 
 /* Reads a dtype, the indices of `sizes` sizes, and `flags` flags. */
@@ -155,19 +157,19 @@ static bool count_step(const vm_program *p, const recorded *c, const step *s, mo
 
 static vm_status read_module(vm_program *p, char *line) {
     module m = {.first = p->steps};
-    vm_status s = VM_OK;
-    for (char *next; !s && *line; line = next) {
+    vm_status s;
+    for (char *next; *line; line = next) {
         step one;
         next = cut(line);
         if (!*line || !read_step(p, line, &one)) return bad("words of what there is, such as +3 -1 c0 conv1=12");
         if (!count_step(p, &p->call[p->calls - 1], &one, &m)) return bad("at most 2^22 steps, 64 calls deep");
-        s = vm_scratch_grow(&p->step, p->steps, sizeof *p->step);
-        if (!s) p->step[p->steps++] = one;
+        if ((s = vm_scratch_grow(&p->step, p->steps, sizeof *p->step))) return s;
+        p->step[p->steps++] = one;
     }
     m.steps = p->steps - m.first;
-    if (!s) s = vm_scratch_grow(&p->module, p->count[MODULES], sizeof *p->module);
-    if (!s) p->module[p->count[MODULES]++] = m;
-    return s;
+    if ((s = vm_scratch_grow(&p->module, p->count[MODULES], sizeof *p->module))) return s;
+    p->module[p->count[MODULES]++] = m;
+    return VM_OK;
 }
 
 static vm_status read_line(vm_program *p, char *line) {
@@ -216,13 +218,13 @@ static vm_status check_calls(const vm_program *p) {
 vm_status vm_program_read(const char *text, vm_program **out) {
     vm_program *p;
     *out = NULL;
-    vm_status s = vm_scratch_new(1, sizeof *p, &p);
-    if (s) return s;
+    vm_status s;
+    if ((s = vm_scratch_new(1, sizeof *p, &p))) return s;
     p->title = "";
-    s = vm_scratch_new(strlen(text) + 1, 1, &p->text);
-    if (!s) strcpy(p->text, text);
+    if ((s = vm_scratch_new(strlen(text) + 1, 1, &p->text))) goto done;
+    strcpy(p->text, text);
     size_t number = 1;
-    for (char *line = p->text, *end; !s && *line; line = end, number++) {
+    for (char *line = p->text, *end; *line; line = end, number++) {
         end = line + strcspn(line, "\n");
         if (*end) *end++ = 0;
         s = read_line(p, line);
@@ -231,8 +233,10 @@ vm_status vm_program_read(const char *text, vm_program **out) {
             snprintf(said, sizeof said, "%s", vm_error());
             vm_fail(s, "program: line %zu: %s", number, said);
         }
+        if (s) goto done;
     }
-    if (!s) s = check_calls(p);
+    s = check_calls(p);
+done:
     if (s)
         vm_program_free(p);
     else

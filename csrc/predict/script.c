@@ -73,11 +73,11 @@ static void take_back(vm_script *s, const vm_event *e) {
 vm_status vm_script_take(vm_script *s, const char *stamp, const char *name, const uint64_t *bytes, size_t count,
                          uint32_t *first) {
     uint32_t shown, own;
-    vm_status status = expect(s);
-    if (!status) status = vm_names_add(&s->names, stamp, &shown);
-    if (!status) status = vm_names_add(&s->names, name, &own);
-    if (!status) status = expect_storages(s, count);
-    if (status) return status;
+    vm_status status;
+    if ((status = expect(s))) return status;
+    if ((status = vm_names_add(&s->names, stamp, &shown))) return status;
+    if ((status = vm_names_add(&s->names, name, &own))) return status;
+    if ((status = expect_storages(s, count))) return status;
     *first = s->storages;
     add(s, (vm_event){.kind = VM_EVENT_TAKE, .first = s->storages, .count = (uint32_t)count, .stamp = shown});
     for (size_t i = 0; i < count; i++) add_storage(s, bytes[i], own, 0);
@@ -86,10 +86,11 @@ vm_status vm_script_take(vm_script *s, const char *stamp, const char *name, cons
 
 vm_status vm_script_replace(vm_script *s, const char *stamp, uint32_t *id, const uint64_t *bytes, size_t count) {
     vm_event e = {.kind = VM_EVENT_REPLACE, .first = s->storages, .gone = s->goings};
-    vm_status status = expect(s);
-    if (!status) status = vm_names_add(&s->names, stamp, &e.stamp);
-    if (!status) status = expect_storages(s, count);
-    if (!status) status = widen(&s->going, s->goings, count, sizeof *s->going);
+    vm_status status;
+    if ((status = expect(s))) return status;
+    if ((status = vm_names_add(&s->names, stamp, &e.stamp))) return status;
+    if ((status = expect_storages(s, count))) return status;
+    if ((status = widen(&s->going, s->goings, count, sizeof *s->going))) return status;
     for (size_t i = 0; !status && i < count; i++) {
         const uint32_t old = id[i];
         status = expect_there(s, &old, 1);
@@ -112,15 +113,18 @@ vm_status vm_script_replace(vm_script *s, const char *stamp, uint32_t *id, const
 
 vm_status vm_script_give(vm_script *s, const uint32_t *id, size_t count) {
     const vm_event e = {.kind = VM_EVENT_GIVE, .first = s->storages, .gone = s->goings, .goes = count};
-    vm_status status = expect(s);
-    if (!status) status = widen(&s->going, s->goings, count, sizeof *s->going);
-    for (size_t i = 0; !status && i < count; i++) {
-        status = expect_there(s, &id[i], 1); /* it may be listed twice */
-        if (!status) let_go(s, id[i]);
+    vm_status status;
+    if ((status = expect(s))) return status;
+    if ((status = widen(&s->going, s->goings, count, sizeof *s->going))) return status;
+    for (size_t i = 0; i < count; i++) {
+        if ((status = expect_there(s, &id[i], 1))) { /* it may be listed twice */
+            take_back(s, &e);
+            return status;
+        }
+        let_go(s, id[i]);
     }
-    if (!status) add(s, e);
-    if (status) take_back(s, &e);
-    return status;
+    add(s, e);
+    return VM_OK;
 }
 
 static vm_status add_plain(vm_script *s, vm_event_kind kind) {
@@ -147,13 +151,14 @@ static vm_status list_left(vm_called *c) {
     const vm_trace *const t = c->trace;
     bool *there;
     vm_status status = vm_scratch_new(t->ids, sizeof *there, &there);
-    for (size_t i = 0; !status && i < t->steps; i++) {
+    if (status) return status;
+    for (size_t i = 0; i < t->steps; i++) {
         const vm_trace_step *const step = &t->step[i];
         if (step->op == VM_TRACE_TAKE || step->op == VM_TRACE_GIVE)
             there[step->id] = step->op == VM_TRACE_TAKE && step->bytes;
     }
-    for (uint32_t i = 0; !status && i < t->ids; i++) c->lefts += there[i];
-    if (!status) status = vm_scratch_new(c->lefts, sizeof *c->left, &c->left);
+    for (uint32_t i = 0; i < t->ids; i++) c->lefts += there[i];
+    status = vm_scratch_new(c->lefts, sizeof *c->left, &c->left);
     for (uint32_t i = 0, at = 0; !status && i < t->ids; i++)
         if (there[i]) c->left[at++] = i;
     vm_scratch_free(there);
@@ -162,9 +167,10 @@ static vm_status list_left(vm_called *c) {
 
 static vm_status new_called(vm_trace *t, vm_called *c) {
     *c = (vm_called){.trace = vm_trace_share(t)};
-    vm_status status = vm_scratch_new(t->names.count, sizeof *c->name, &c->name);
-    if (!status) status = vm_scratch_new(t->convs, sizeof *c->conv, &c->conv);
-    return status ? status : list_left(c);
+    vm_status status;
+    if ((status = vm_scratch_new(t->names.count, sizeof *c->name, &c->name))) return status;
+    if ((status = vm_scratch_new(t->convs, sizeof *c->conv, &c->conv))) return status;
+    return list_left(c);
 }
 
 vm_status vm_script_find(const vm_script *s, vm_trace *t, vm_called *out) {
@@ -190,14 +196,16 @@ static vm_status add_conv(vm_script *s, const vm_conv *conv, uint32_t *number) {
 
 static vm_status add_called(vm_script *s, vm_trace *t) {
     vm_called c;
-    vm_status status = vm_scratch_grow(&s->call, s->called, sizeof *s->call);
-    if (status) return status;
-    status = new_called(t, &c);
-    for (size_t i = 0; !status && i < t->names.count; i++)
-        status = vm_names_add(&s->names, vm_names_get(&t->names, i), &c.name[i]);
-    for (size_t i = 0; !status && i < t->convs; i++) status = add_conv(s, &t->conv[i], &c.conv[i]);
-    if (!status) status = vm_names_add(&s->names, "cublas [workspace]", &s->cublas);
-    if (!status) status = vm_names_add(&s->names, "cublaslt [workspace]", &s->cublaslt);
+    vm_status status;
+    if ((status = vm_scratch_grow(&s->call, s->called, sizeof *s->call))) return status;
+    if ((status = new_called(t, &c))) goto done;
+    for (size_t i = 0; i < t->names.count; i++)
+        if ((status = vm_names_add(&s->names, vm_names_get(&t->names, i), &c.name[i]))) goto done;
+    for (size_t i = 0; i < t->convs; i++)
+        if ((status = add_conv(s, &t->conv[i], &c.conv[i]))) goto done;
+    if ((status = vm_names_add(&s->names, "cublas [workspace]", &s->cublas))) goto done;
+    status = vm_names_add(&s->names, "cublaslt [workspace]", &s->cublaslt);
+done:
     if (status)
         vm_called_free(&c);
     else
@@ -208,9 +216,9 @@ static vm_status add_called(vm_script *s, vm_trace *t) {
 vm_status vm_script_call(vm_script *s, vm_trace *t, const vm_event **event) {
     size_t of = s->called;
     while (of && s->call[of - 1].trace != t) of--;
-    vm_status status = expect(s);
-    if (!status && !of) status = add_called(s, t);
-    if (status) return status;
+    vm_status status;
+    if ((status = expect(s))) return status;
+    if (!of && (status = add_called(s, t))) return status;
     const vm_called *const c = &s->call[of ? of - 1 : s->called - 1];
     if ((status = expect_storages(s, c->lefts))) return status;
     add(s, (vm_event){
@@ -229,10 +237,10 @@ vm_status vm_script_call(vm_script *s, vm_trace *t, const vm_event **event) {
 
 vm_status vm_script_read(vm_script *s, const char *name) {
     uint32_t number;
-    vm_status status = expect(s);
-    if (!status) status = vm_names_add(&s->names, name, &number);
-    if (!status) status = vm_scratch_grow(&s->phase, s->phases, sizeof *s->phase);
-    if (status) return status;
+    vm_status status;
+    if ((status = expect(s))) return status;
+    if ((status = vm_names_add(&s->names, name, &number))) return status;
+    if ((status = vm_scratch_grow(&s->phase, s->phases, sizeof *s->phase))) return status;
     add(s, (vm_event){.kind = VM_EVENT_READ, .first = s->storages, .of = s->phases});
     s->phase[s->phases++] = (vm_phase){number, s->outside, s->work};
     s->work = (vm_work){0};

@@ -37,10 +37,11 @@ static vm_status come(vm_passage *p, const vm_passing *one, const char *shown, u
     const size_t length = strlen(shown), most = VM_NAME - 1 - 11 - (*what ? strlen(what) + 3 : 0);
     if (one->by == VM_BY_DIFFUSERS && length > most) shown += length - most;
     snprintf(label, sizeof label, "%s%.*s", one->row_bytes ? "" : "weights of ", VM_PROGRAM_PATH, shown);
-    vm_status s = vm_trace_take_on(p->t, one->stream, bytes, vm_trace_label(text, label, what), &id);
-    if (!s && one->by != VM_BY_NONE) s = vm_trace_send(p->t, bytes, one->by == VM_BY_ACCELERATE);
-    if (!s) p->there[p->count++] = (vm_there){id, one};
-    return s;
+    vm_status s;
+    if ((s = vm_trace_take_on(p->t, one->stream, bytes, vm_trace_label(text, label, what), &id))) return s;
+    if (one->by != VM_BY_NONE && (s = vm_trace_send(p->t, bytes, one->by == VM_BY_ACCELERATE))) return s;
+    p->there[p->count++] = (vm_there){id, one};
+    return VM_OK;
 }
 
 /* Gives the tensors from number `first` on that leave once `now` is there. */
@@ -61,12 +62,12 @@ static vm_status leave(vm_passage *p, size_t first, const vm_passing *now) {
 vm_status vm_passage_begin(vm_passage *p, const char *module, const char *shown, uint64_t product) {
     const vm_passings *of = p->of;
     const size_t first = p->count;
-    vm_status s = VM_OK;
-    for (size_t i = first_with(of, module); !s && i < of->count && !strcmp(of->item[i].module, module); i++) {
-        s = come(p, &of->item[i], shown, product);
-        if (!s) s = leave(p, first, &of->item[i]);
+    vm_status s;
+    for (size_t i = first_with(of, module); i < of->count && !strcmp(of->item[i].module, module); i++) {
+        if ((s = come(p, &of->item[i], shown, product))) return s;
+        if ((s = leave(p, first, &of->item[i]))) return s;
     }
-    return s;
+    return VM_OK;
 }
 
 vm_status vm_passage_end(vm_passage *p, const char *module) {
@@ -92,10 +93,12 @@ static vm_status multiply(const vm_companion *of, vm_passage *p, const char *hal
                           const vm_conv *conv, uint32_t *id) {
     char path[VM_PROGRAM_PATH + 8], text[VM_TRACE_LABEL];
     snprintf(path, sizeof path, "%s.%s", of->module, half);
-    vm_status s = vm_passage_begin(p, path, path, 0);
-    if (!s) s = vm_trace_take(p->t, bytes, path, id);
-    if (!s && conv) s = vm_trace_conv(p->t, conv, vm_trace_label(text, path, "workspace"));
-    if (!s && !conv) {
+    vm_status s;
+    if ((s = vm_passage_begin(p, path, path, 0))) return s;
+    if ((s = vm_trace_take(p->t, bytes, path, id))) return s;
+    if (conv) {
+        s = vm_trace_conv(p->t, conv, vm_trace_label(text, path, "workspace"));
+    } else {
         vm_trace_count(p->t, flops);
         s = vm_trace_blas(p->t, VM_TRACE_CUBLAS, path);
     }
@@ -118,14 +121,15 @@ vm_status vm_companion_play(const vm_companion *of, vm_passage *p, uint64_t byte
         second = vm_conv_square(conv->dtype, x, conv->k, 1, 1, 0);
         second.tf32 = conv->tf32, second.nhwc = conv->nhwc;
     }
-    vm_status s = multiply(of, p, "lora_A", inner, flops / of->rows * of->rank, conv ? &first : NULL, &a);
-    if (!s) s = multiply(of, p, "lora_B", bytes, flops / of->columns * of->rank, conv ? &second : NULL, &b);
-    if (!s) s = vm_trace_give(p->t, a);
-    if (!s) s = vm_trace_take(p->t, bytes, of->module, &scaled);
-    if (!s) s = vm_trace_give(p->t, b);
-    if (!s) s = vm_trace_take(p->t, bytes, of->module, &sum);
-    if (!s) s = vm_trace_give(p->t, *id);
-    if (!s) s = vm_trace_give(p->t, scaled);
-    if (!s) *id = sum;
-    return s;
+    vm_status s;
+    if ((s = multiply(of, p, "lora_A", inner, flops / of->rows * of->rank, conv ? &first : NULL, &a))) return s;
+    if ((s = multiply(of, p, "lora_B", bytes, flops / of->columns * of->rank, conv ? &second : NULL, &b))) return s;
+    if ((s = vm_trace_give(p->t, a))) return s;
+    if ((s = vm_trace_take(p->t, bytes, of->module, &scaled))) return s;
+    if ((s = vm_trace_give(p->t, b))) return s;
+    if ((s = vm_trace_take(p->t, bytes, of->module, &sum))) return s;
+    if ((s = vm_trace_give(p->t, *id))) return s;
+    if ((s = vm_trace_give(p->t, scaled))) return s;
+    *id = sum;
+    return VM_OK;
 }

@@ -45,22 +45,22 @@ static vm_status copy_items(const void *from, size_t count, size_t item, void *o
 static vm_status copy(const vm_trace *from, vm_trace **out) {
     uint32_t number;
     vm_trace *own;
-    vm_status s = vm_trace_new(&own);
-    if (s) return s;
-    s = copy_items(from->step, from->steps, sizeof *own->step, &own->step);
-    if (!s) s = copy_items(from->conv, from->convs, sizeof *own->conv, &own->conv);
-    if (!s) s = copy_items(from->stretch, from->stretches, sizeof *own->stretch, &own->stretch);
-    for (size_t i = 0; !s && i < from->names.count; i++)
-        s = vm_names_add(&own->names, vm_names_get(&from->names, i), &number);
-    if (s) {
-        vm_trace_free(own);
-        return s;
-    }
+    vm_status s;
+    if ((s = vm_trace_new(&own))) return s;
+    if ((s = copy_items(from->step, from->steps, sizeof *own->step, &own->step))) goto done;
+    if ((s = copy_items(from->conv, from->convs, sizeof *own->conv, &own->conv))) goto done;
+    if ((s = copy_items(from->stretch, from->stretches, sizeof *own->stretch, &own->stretch))) goto done;
+    for (size_t i = 0; i < from->names.count; i++)
+        if ((s = vm_names_add(&own->names, vm_names_get(&from->names, i), &number))) goto done;
     own->steps = from->steps, own->convs = from->convs, own->stretches = from->stretches;
     own->ids = from->ids, own->kinds = from->kinds;
     own->flops = from->flops, own->attended = from->attended, own->moved = from->moved, own->sent = from->sent;
-    *out = own;
-    return VM_OK;
+done:
+    if (s)
+        vm_trace_free(own);
+    else
+        *out = own;
+    return s;
 }
 
 vm_status vm_trace_own(vm_trace **t) {
@@ -98,10 +98,11 @@ const char *vm_trace_label(char text[VM_TRACE_LABEL], const char *name, const ch
 /* ---- steps ---- */
 
 static vm_status add_step(vm_trace *t, vm_trace_step step, const char *name) {
-    vm_status s = name ? intern(t, name, &step.name) : VM_OK;
-    if (!s) s = grow(&t->step, t->steps, sizeof *t->step);
-    if (!s) t->step[t->steps++] = step;
-    return s;
+    vm_status s;
+    if (name && (s = intern(t, name, &step.name))) return s;
+    if ((s = grow(&t->step, t->steps, sizeof *t->step))) return s;
+    t->step[t->steps++] = step;
+    return VM_OK;
 }
 
 static vm_status add(vm_trace *t, vm_trace_op op, uint32_t id, uint64_t bytes, const char *name) {
@@ -268,12 +269,12 @@ vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, uint64_t n, uint64_t c, uin
                         const char *name, uint32_t stats[2]) {
     const uint64_t bytes = VM_PRODUCT64(n, groups, vm_dtype_bytes(dtype));
     const uint64_t fused = VM_PRODUCT64(4, n, c); /* for any dtype */
-    vm_status s = vm_trace_take(t, bytes, name, &stats[0]);
-    if (!s) s = vm_trace_take(t, bytes, name, &stats[1]);
-    if (!s && pixels > 1) s = pass_through(t, (uint64_t[]){fused, fused}, 2, name);
     vm_trace_move(t,
                   VM_PRODUCT64(n, c, pixels, vm_dtype_bytes(dtype))); /* reads the input once more for the statistics */
-    return s;
+    vm_status s;
+    if ((s = vm_trace_take(t, bytes, name, &stats[0]))) return s;
+    if ((s = vm_trace_take(t, bytes, name, &stats[1]))) return s;
+    return pixels > 1 ? pass_through(t, (uint64_t[]){fused, fused}, 2, name) : VM_OK;
 }
 
 /* Returns: parts into which flash attention splits the keys if the queries alone do not fill the device. */
@@ -301,23 +302,25 @@ static vm_status flash(vm_trace *t, const vm_sdpa *a, const vm_trace_gpu *gpu, c
     const uint64_t q = VM_PRODUCT64(rows, depth, 2), kv = VM_PRODUCT64(a->k.batch, a->k.heads, a->k.length, depth, 2);
     const bool pads = depth != a->v.depth;
     uint32_t padded[3] = {0};
-    vm_status s = VM_OK;
-    for (size_t i = 0; !s && pads && i < 3; i++) s = vm_trace_take(t, i ? kv : q, name, &padded[i]);
-    if (!s) s = vm_trace_take(t, q, name, id);
+    vm_status s;
+    for (size_t i = 0; pads && i < 3; i++)
+        if ((s = vm_trace_take(t, i ? kv : q, name, &padded[i]))) return s;
+    if ((s = vm_trace_take(t, q, name, id))) return s;
     const uint64_t lse_and_parts[3] = {VM_PRODUCT64(4, rows), VM_PRODUCT64(4, splits, rows),
                                        VM_PRODUCT64(4, splits, rows, rounded)};
-    if (!s) s = pass_through(t, lse_and_parts, splits > 1 ? 3 : 1, name);
-    for (size_t i = 0; !s && pads && i < 3; i++) s = vm_trace_give(t, padded[i]);
-    return s;
+    if ((s = pass_through(t, lse_and_parts, splits > 1 ? 3 : 1, name))) return s;
+    for (size_t i = 0; pads && i < 3; i++)
+        if ((s = vm_trace_give(t, padded[i]))) return s;
+    return VM_OK;
 }
 
 static vm_status efficient(vm_trace *t, const vm_sdpa *a, const char *name, uint32_t *id) {
     const uint64_t count = VM_PRODUCT64(a->q.batch, a->q.heads, a->q.length, a->v.depth);
     const uint64_t sums = VM_PRODUCT64(4, count);
-    vm_status s = vm_trace_take(t, VM_PRODUCT64(count, vm_dtype_bytes(a->dtype)), name, id);
+    const vm_status s = vm_trace_take(t, VM_PRODUCT64(count, vm_dtype_bytes(a->dtype)), name, id);
+    if (s) return s;
     /* Heads wider than 128 are accumulated in a float tensor in memory instead of registers. */
-    if (!s && a->dtype != VM_F32 && a->v.depth > 128) s = pass_through(t, &sums, 1, name);
-    return s;
+    return a->dtype != VM_F32 && a->v.depth > 128 ? pass_through(t, &sums, 1, name) : VM_OK;
 }
 
 /* A seed and an offset for dropout, the output, and 256 bytes of workspace: so on an H200 with cuDNN 9.19, for heads of
@@ -326,12 +329,14 @@ static vm_status cudnn(vm_trace *t, const vm_sdpa *a, const char *name, uint32_t
     const uint64_t bytes = VM_PRODUCT64(a->q.batch, a->q.heads, a->q.length, a->v.depth, vm_dtype_bytes(a->dtype));
     const uint64_t workspace = 256;
     uint32_t numbers[2] = {0};
-    vm_status s = VM_OK;
-    for (size_t i = 0; !s && i < 2; i++) s = vm_trace_take(t, 8, name, &numbers[i]);
-    if (!s) s = vm_trace_take(t, bytes, name, id);
-    if (!s) s = pass_through(t, &workspace, 1, name);
-    for (size_t i = 0; !s && i < 2; i++) s = vm_trace_give(t, numbers[i]);
-    return s;
+    vm_status s;
+    for (size_t i = 0; i < 2; i++)
+        if ((s = vm_trace_take(t, 8, name, &numbers[i]))) return s;
+    if ((s = vm_trace_take(t, bytes, name, id))) return s;
+    if ((s = pass_through(t, &workspace, 1, name))) return s;
+    for (size_t i = 0; i < 2; i++)
+        if ((s = vm_trace_give(t, numbers[i]))) return s;
+    return VM_OK;
 }
 
 /* Takes the storages of a composite operator; errors stick. */
@@ -435,20 +440,22 @@ vm_status vm_trace_attention(vm_trace *t, const vm_sdpa *call, vm_attention_kern
     const size_t first = gpu->cudnn ? 0 : 1;
     if (gpu->multiprocessors < 1)
         return vm_fail(VM_EINVAL, VM_EXPECTED("multiprocessors", "1 or more", "%d"), gpu->multiprocessors);
-    vm_status s = kernel == VM_ATTENTION_USUAL ? vm_sdpa_choose(call, gpu, usual + first, 4 - first, &kernel) : VM_OK;
+    vm_status s;
+    if (kernel == VM_ATTENTION_USUAL && (s = vm_sdpa_choose(call, gpu, usual + first, 4 - first, &kernel))) return s;
     const uint64_t row = call->mask_row, size = vm_dtype_bytes(call->dtype);
     const bool pads = call->masked && kernel == VM_ATTENTION_EFFICIENT && row % 8,
                copies = call->masked && call->boolean;
     const uint64_t padded = pads ? VM_PRODUCT64(call->mask / row, vm_round_up64(row, 8), size) : 0;
     char text[VM_TRACE_LABEL];
     uint32_t copy = 0, wider = 0;
-    if (!s && copies) s = vm_trace_take(t, VM_PRODUCT64(call->mask, size), vm_trace_label(text, name, "mask"), &copy);
-    if (!s && pads) s = vm_trace_take(t, padded, vm_trace_label(text, name, "mask, padded"), &wider);
-    if (!s) s = run_kernel(t, call, kernel, gpu, vm_trace_label(text, name, "attention"), id);
-    if (!s && pads) s = vm_trace_give(t, wider);
-    if (!s && copies) s = vm_trace_give(t, copy);
+    if (copies && (s = vm_trace_take(t, VM_PRODUCT64(call->mask, size), vm_trace_label(text, name, "mask"), &copy)))
+        return s;
+    if (pads && (s = vm_trace_take(t, padded, vm_trace_label(text, name, "mask, padded"), &wider))) return s;
+    if ((s = run_kernel(t, call, kernel, gpu, vm_trace_label(text, name, "attention"), id))) return s;
+    if (pads && (s = vm_trace_give(t, wider))) return s;
+    if (copies && (s = vm_trace_give(t, copy))) return s;
     const bool by_head = kernel == VM_ATTENTION_MATH || (kernel == VM_ATTENTION_CUDNN && !call->q.by_token);
-    if (s || !by_head || call->q.heads == 1 || call->q.length == 1) return s;
+    if (!by_head || call->q.heads == 1 || call->q.length == 1) return VM_OK;
     const uint32_t written = *id;
     s = vm_trace_take(t, VM_PRODUCT64(call->q.batch, call->q.heads, call->q.length, call->v.depth, size), text, id);
     return s ? s : vm_trace_give(t, written);

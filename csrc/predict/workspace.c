@@ -50,24 +50,25 @@ typedef struct entries {
 
 static vm_status add(vm_workspace *w, entries *e, const vm_card_rule *rule, vm_workspace_entry which) {
     const vm_profile *const profile = which.recorded < 0 ? NULL : w->catalogue->recorded[which.recorded].profile;
-    vm_status s = vm_lookup_add(e->lookup, rule ? &rule->rule : NULL, profile);
-    if (!s) s = vm_scratch_grow(&e->entry, e->count, sizeof *e->entry);
-    if (!s) e->entry[e->count++] = which;
-    return s;
+    vm_status s;
+    if ((s = vm_lookup_add(e->lookup, rule ? &rule->rule : NULL, profile))) return s;
+    if ((s = vm_scratch_grow(&e->entry, e->count, sizeof *e->entry))) return s;
+    e->entry[e->count++] = which;
+    return VM_OK;
 }
 
 static vm_status add_rules(vm_workspace *w, recipe r, entries *e) {
     const vm_catalogue *const c = w->catalogue;
-    vm_status s = VM_OK;
-    for (size_t i = 0; !s && i < w->rules + c->rules; i++) {
+    vm_status s;
+    for (size_t i = 0; i < w->rules + c->rules; i++) {
         const bool own = i < w->rules;
         const vm_card_rule *const rule = own ? &w->rule[i] : &c->rule[i - w->rules];
         vm_workspace_entry which = {(int)i, -1};
         if (!uses_rule(w, r, rule, own)) continue;
-        if (rule->as) s = vm_catalogue_nearest(w->catalogue, &w->of.card, rule->as, &which.recorded);
-        if (!s && (!rule->as || which.recorded >= 0)) s = add(w, e, rule, which);
+        if (rule->as && (s = vm_catalogue_nearest(w->catalogue, &w->of.card, rule->as, &which.recorded))) return s;
+        if ((!rule->as || which.recorded >= 0) && (s = add(w, e, rule, which))) return s;
     }
-    return s;
+    return VM_OK;
 }
 
 /* Adds rules, a profile, then profiles of the nearest versions, because some files lack some kinds. */
@@ -75,13 +76,16 @@ static vm_status make(vm_workspace *w, recipe r, entries *e) {
     const bool runs = w->of.guess == VM_GUESS_RULE;
     vm_profile_list near = {0};
     *e = (entries){0};
-    vm_status s = vm_lookup_new(&w->of.torch, w->of.tf32, r.guess, &e->lookup);
-    if (!s && runs) s = vm_catalogue_near(w->catalogue, &w->of.card, w->of.torch.cudnn, &near);
-    if (!s && runs) s = add_rules(w, r, e);
-    if (!s && r.profile >= 0) s = add(w, e, NULL, (vm_workspace_entry){-1, r.profile});
-    for (size_t i = 0; !s && i < near.count; i++)
-        if (!w->catalogue->recorded[near.number[i]].inferred)
-            s = add(w, e, NULL, (vm_workspace_entry){-1, (int)near.number[i]});
+    vm_status s;
+    if ((s = vm_lookup_new(&w->of.torch, w->of.tf32, r.guess, &e->lookup))) goto done;
+    if (runs && (s = vm_catalogue_near(w->catalogue, &w->of.card, w->of.torch.cudnn, &near))) goto done;
+    if (runs && (s = add_rules(w, r, e))) goto done;
+    if (r.profile >= 0 && (s = add(w, e, NULL, (vm_workspace_entry){-1, r.profile}))) goto done;
+    for (size_t i = 0; i < near.count; i++) {
+        if (w->catalogue->recorded[near.number[i]].inferred) continue;
+        if ((s = add(w, e, NULL, (vm_workspace_entry){-1, (int)near.number[i]}))) goto done;
+    }
+done:
     vm_scratch_free(near.number);
     if (!s) return VM_OK;
     vm_lookup_free(e->lookup);
@@ -116,18 +120,22 @@ vm_status vm_workspace_new(vm_catalogue *c, const vm_workspace_for *of, const vm
     vm_status s = vm_scratch_new(1, sizeof *w, &w);
     if (s) return s;
     *w = (vm_workspace){.catalogue = c, .of = *of, .own = {-1, of->torch.cudnn, TAKEN_RULES, of->guess}};
-    if (rules) s = vm_scratch_new(rules, sizeof *rule, &w->rule);
-    if (!s && rules) memcpy(w->rule, rule, rules * sizeof *rule), w->rules = rules;
-    if (!s) s = vm_scratch_new(c->samples, sizeof(vm_workspace *), &w->sample);
-    if (!s && of->guess == VM_GUESS_RULE) s = vm_catalogue_nearest(c, &of->card, of->torch.cudnn, &w->own.profile);
+    if (rules) {
+        if ((s = vm_scratch_new(rules, sizeof *rule, &w->rule))) goto done;
+        memcpy(w->rule, rule, rules * sizeof *rule), w->rules = rules;
+    }
+    if ((s = vm_scratch_new(c->samples, sizeof(vm_workspace *), &w->sample))) goto done;
+    if (of->guess == VM_GUESS_RULE && (s = vm_catalogue_nearest(c, &of->card, of->torch.cudnn, &w->own.profile)))
+        goto done;
     w->of.torch.sm = of->card.sm;
-    w->of.torch.guessed = of->torch.cudnn             ? of->torch.cudnn
-                          : !s && w->own.profile >= 0 ? c->recorded[w->own.profile].version
-                                                      : 0;
-    if (!s) s = make(w, w->own, &e);
+    w->of.torch.guessed = of->torch.cudnn       ? of->torch.cudnn
+                          : w->own.profile >= 0 ? c->recorded[w->own.profile].version
+                                                : 0;
+    if ((s = make(w, w->own, &e))) goto done;
     w->lookup = e.lookup;
     w->entry = e.entry;
     w->entries = e.count;
+done:
     if (s)
         vm_workspace_free(w);
     else
@@ -239,23 +247,26 @@ static vm_status add_best(vm_workspace *w, rows *r, const vm_profile_list *profi
     uint64_t *row = NULL, *most;
     vm_known *known = NULL;
     size_t *held = NULL, best = 0, kept = 0;
-    vm_status s = vm_scratch_new(count, sizeof *held, &held);
-    if (!s) s = vm_scratch_new(count + 1, convs * sizeof *row, &row);
-    if (!s) s = vm_scratch_new(convs, sizeof *known, &known);
-    if (!s) s = answer_rest(w, r, rest, known);
+    vm_status s;
+    if ((s = vm_scratch_new(count, sizeof *held, &held))) goto done;
+    if ((s = vm_scratch_new(count + 1, convs * sizeof *row, &row))) goto done;
+    if ((s = vm_scratch_new(convs, sizeof *known, &known))) goto done;
+    if ((s = answer_rest(w, r, rest, known))) goto done;
     most = row + count * convs;
-    for (size_t i = 0; !s && i < count; i++) {
+    for (size_t i = 0; i < count; i++) {
         if (is_again(w->catalogue, profiles, i)) continue;
         s = answer_by(w, r, w->catalogue->recorded[profiles->number[i]].profile, known, row + i * convs, &held[i]);
-        if (!s) best = VM_MAX(best, held[i]);
+        if (s) goto done;
+        best = VM_MAX(best, held[i]);
     }
-    for (size_t i = 0; !s && i < count && !(first_only && kept); i++) {
+    for (size_t i = 0; i < count && !(first_only && kept); i++) {
         if (held[i] < best || is_again(w->catalogue, profiles, i)) continue;
         for (size_t k = 0; k < convs; k++) most[k] = VM_MAX(kept ? most[k] : 0, row[i * convs + k]);
-        s = add_copy(r, row + i * convs);
+        if ((s = add_copy(r, row + i * convs))) goto done;
         kept++;
     }
-    if (!s && kept && !first_only) s = add_copy(r, most);
+    if (kept && !first_only) s = add_copy(r, most);
+done:
     vm_scratch_free(known);
     vm_scratch_free(row);
     vm_scratch_free(held);
@@ -290,22 +301,24 @@ static vm_status add_versions(vm_workspace *w, rows *r, bool every) {
     vm_profile_list own = {0}, near = {0}, relatives = {0};
     vm_lookup *rest;
     recipe nearest = {-1, 0, NO_RULES, VM_GUESS_RULE};
-    vm_status s = vm_catalogue_near(c, &w->of.card, w->of.torch.cudnn, &own);
-    for (size_t i = 0; !s && nearest.profile < 0 && i < own.count; i++)
+    vm_status s;
+    if ((s = vm_catalogue_near(c, &w->of.card, w->of.torch.cudnn, &own))) goto done;
+    for (size_t i = 0; nearest.profile < 0 && i < own.count; i++)
         if (!c->recorded[own.number[i]].inferred) nearest.profile = (int)own.number[i];
-    if (!s) s = vm_catalogue_near(c, &w->of.card, version, &near);
-    if (!s && !inferred) s = vm_catalogue_relatives(c, w->of.card.sm, version, &relatives);
-    if (!s) s = other_lookup(w, nearest, &rest);
-    if (!s && inferred) {
+    if ((s = vm_catalogue_near(c, &w->of.card, version, &near))) goto done;
+    if (!inferred && (s = vm_catalogue_relatives(c, w->of.card.sm, version, &relatives))) goto done;
+    if ((s = other_lookup(w, nearest, &rest))) goto done;
+    if (inferred) {
         size_t asked = 0;
         for (size_t i = 0; i < own.count; i++)
             if (!c->recorded[own.number[i]].inferred) own.number[asked++] = own.number[i];
         own.count = asked;
         s = add_best(w, r, &own, rest, true);
-    } else if (!s) {
-        s = add_best(w, r, &relatives, rest, false);
-        if (!s) s = add_possible(w, r, &near, version);
+    } else {
+        if ((s = add_best(w, r, &relatives, rest, false))) goto done;
+        s = add_possible(w, r, &near, version);
     }
+done:
     vm_scratch_free(relatives.number);
     vm_scratch_free(near.number);
     vm_scratch_free(own.number);
@@ -315,23 +328,24 @@ static vm_status add_versions(vm_workspace *w, rows *r, bool every) {
 /* Adds the answers for a card of an unrecorded kind. */
 static vm_status add_coarse(vm_workspace *w, rows *r) {
     const vm_catalogue *const c = w->catalogue;
-    uint64_t *none = NULL;
-    vm_status s = VM_OK;
-    for (size_t i = 0; !s && i < c->samples; i++) {
+    uint64_t *none;
+    vm_status s;
+    for (size_t i = 0; i < c->samples; i++) {
         vm_workspace_for of = w->of;
         vm_workspace *sample;
         of.card = c->sample[i];
         of.coarse = false;
         of.torch.cudnn = w->of.shipped;
-        if (!w->sample[i] && !(s = vm_workspace_new(w->catalogue, &of, NULL, 0, &sample))) {
+        if (!w->sample[i]) {
+            if ((s = vm_workspace_new(w->catalogue, &of, NULL, 0, &sample))) return s;
             vm_workspace_free(w->sample[i]); /* loading profiles may have run this already */
             w->sample[i] = sample;
         }
-        if (!s) s = add_row(r, w->sample[i]->lookup);
+        if ((s = add_row(r, w->sample[i]->lookup))) return s;
     }
-    if (!s) s = add_other(w, r, (recipe){w->own.profile, 0, CARD_RULES, VM_GUESS_RULE});
-    if (!s) s = vm_scratch_new(r->convs, sizeof *none, &none);
-    if (!s) s = add_copy(r, none);
+    if ((s = add_other(w, r, (recipe){w->own.profile, 0, CARD_RULES, VM_GUESS_RULE}))) return s;
+    if ((s = vm_scratch_new(r->convs, sizeof *none, &none))) return s;
+    s = add_copy(r, none);
     vm_scratch_free(none);
     return s;
 }
@@ -373,16 +387,20 @@ vm_status vm_workspace_rows(vm_workspace *w, bool every, const vm_conv *conv, si
     vm_status s = add_row(&r, w->lookup);
     *row = NULL;
     *count = 0;
-    if (!s) s = find_substitutes(w, &r, &substituted, &guessed);
-    if (!s && w->of.guess != VM_GUESS_RULE) {
+    if (s) goto done;
+    if ((s = find_substitutes(w, &r, &substituted, &guessed))) goto done;
+    if (w->of.guess != VM_GUESS_RULE) {
         const vm_guess guess = w->of.guess == VM_GUESS_LEAST ? VM_GUESS_COLUMNS : VM_GUESS_LEAST;
         s = add_other(w, &r, (recipe){-1, 0, NO_RULES, guess});
-    } else if (!s) {
-        if (every || substituted) s = add_versions(w, &r, every);
-        if (!s && guessed) s = add_other(w, &r, (recipe){w->own.profile, w->own.version, TAKEN_RULES, VM_GUESS_LEAST});
-        if (!s && guessed) s = add_other(w, &r, (recipe){w->own.profile, w->own.version, TAKEN_RULES, VM_GUESS_MOST});
-        if (!s && w->of.coarse) s = add_coarse(w, &r);
+    } else {
+        recipe own = {w->own.profile, w->own.version, TAKEN_RULES, VM_GUESS_LEAST};
+        if ((every || substituted) && (s = add_versions(w, &r, every))) goto done;
+        if (guessed && (s = add_other(w, &r, own))) goto done;
+        own.guess = VM_GUESS_MOST;
+        if (guessed && (s = add_other(w, &r, own))) goto done;
+        if (w->of.coarse) s = add_coarse(w, &r);
     }
+done:
     if (s) {
         vm_scratch_free(r.row);
         return s;
