@@ -273,9 +273,8 @@ static vm_status check_half(const vm_arch *a, vm_op op) {
     size_t c = op == VM_ENCODE ? a->latent_channels : width[levels - 1];
     for (size_t i = 0; i < levels && !s; i++) {
         const size_t at = op == VM_ENCODE ? i : levels - 1 - i, parts = parts_of(half->resamplers[i]);
-        s = in_range(layers, half->layers[at], 1, VM_MAX_LAYERS);
-        if (!s && op == VM_DECODE) s = in_range("upsample_factor", half->factor[at], 1, 64);
-        if (s) return s;
+        if ((s = in_range(layers, half->layers[at], 1, VM_MAX_LAYERS))) return s;
+        if (op == VM_DECODE && (s = in_range("upsample_factor", half->factor[at], 1, 64))) return s;
         const size_t next = op == VM_ENCODE ? width[at] : width[at] / half->factor[at];
         const bool same = half->resamplers[i] == 0 && next != c;
         if (op == VM_ENCODE ? same || width[at] % parts || c * parts % width[at]
@@ -290,20 +289,21 @@ static vm_status check_half(const vm_arch *a, vm_op op) {
 }
 
 static vm_status check_ltx(const vm_arch *a) {
-    vm_status s = in_range("block_out_channels", a->block_out_channels[a->levels - 1], 1, 65536);
+    vm_status s;
+    if ((s = in_range("block_out_channels", a->block_out_channels[a->levels - 1], 1, 65536))) return s;
     /* diffusers repeats the first frame before a convolution, not after it: the same only if that is causal */
-    if (!s && !a->half[VM_ENCODE].causal)
-        s = vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "encoder_causal", "true", "false"));
-    if (!s) s = check_half(a, VM_ENCODE);
-    if (!s) s = check_half(a, VM_DECODE);
-    for (unsigned what = VM_SPACE; what <= VM_TIME && !s; what++)
+    if (!a->half[VM_ENCODE].causal)
+        return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "encoder_causal", "true", "false"));
+    if ((s = check_half(a, VM_ENCODE))) return s;
+    if ((s = check_half(a, VM_DECODE))) return s;
+    for (unsigned what = VM_SPACE; what <= VM_TIME; what++)
         if (resamplers(a, VM_ENCODE, what) != resamplers(a, VM_DECODE, what))
-            s = vm_fail(
+            return vm_fail(
                 VM_EINVAL,
                 VM_EXPECTED_IN("config", "upsample_type", "%zu that are %s, as many as of downsample_type", "%zu"),
                 resamplers(a, VM_ENCODE, what), what == VM_SPACE ? "spatial" : "temporal",
                 resamplers(a, VM_DECODE, what));
-    return s;
+    return VM_OK;
 }
 
 vm_status vm_arch_check(const vm_arch *a) {
@@ -332,10 +332,10 @@ vm_status vm_arch_check(const vm_arch *a) {
         return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "image_patch", "2", "%zu"), a->image_patch);
     if (a->family == VM_LTX && !a->videos)
         return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "videos", "true, as the model is of videos", "false"));
-    vm_status s = check_widths(a, VM_ENCODE);
-    if (!s && a->decoder_block_out_channels[0]) s = check_widths(a, VM_DECODE);
-    if (!s && a->family == VM_LTX) s = check_ltx(a);
-    if (s) return s;
+    vm_status s;
+    if ((s = check_widths(a, VM_ENCODE))) return s;
+    if (a->decoder_block_out_channels[0] && (s = check_widths(a, VM_DECODE))) return s;
+    if (a->family == VM_LTX && (s = check_ltx(a))) return s;
     if (!(a->norm_eps >= 0))
         return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "norm_eps", "0 or more", "%g"), (double)a->norm_eps);
     return check_latents(a);

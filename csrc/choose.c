@@ -252,12 +252,13 @@ vm_status vm_plan_choose(const vm_model *m, vm_plan *plan) {
                 .ring = (size_t *)(block + ring)};
     c.free = true;
     memset(block, 0, bytes);
-    s = without_limit(m, &c);
-    if (!s && !within(plan)) {
+    if ((s = without_limit(m, &c))) goto done;
+    if (!within(plan)) {
         c.free = false;
         memset(block, 0, bytes);
         s = within_limit(m, &c);
     }
+done:
     vm_mem_unreserve(m->host, block, bytes);
     return s;
 }

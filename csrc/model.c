@@ -29,13 +29,14 @@ vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *ba
     m->backend = backend;
     m->arch = *arch;
     m->parts = parts;
-    for (vm_op op = 0; op < VM_OPS && !s; op++)
+    for (vm_op op = 0; op < VM_OPS; op++)
         if (parts & 1u << op) {
-            if (!vm_passes_are_of_videos(m)) s = vm_passes_build(m, op, false);
-            if (!s && arch->videos) s = vm_passes_build(m, op, true);
+            if (!vm_passes_are_of_videos(m) && (s = vm_passes_build(m, op, false))) goto done;
+            if (arch->videos && (s = vm_passes_build(m, op, true))) goto done;
         }
-    if (!s) s = add_statistics(m);
-    if (!s) s = vm_mem_alloc(mem, VM_WEIGHTS, m->weights_bytes, &m->weights);
+    if ((s = add_statistics(m))) goto done;
+    s = vm_mem_alloc(mem, VM_WEIGHTS, m->weights_bytes, &m->weights);
+done:
     if (s)
         vm_model_free(m);
     else

@@ -89,7 +89,7 @@ static vm_status build(const vm_model *m, vm_plan *plan) {
     vm_request *r = &plan->request;
     const size_t factor = vm_arch_factor(&m->arch), latent = m->arch.latent_channels;
     const bool encode = r->op == VM_ENCODE;
-    vm_status s = VM_OK;
+    vm_status s;
     plan->staged = r->host_arrays && !r->backend->device->addressable;
     r->own_output &=
         !plan->staged; /* a staged array has its place in the arena; the host's copy is not part of the plan */
@@ -98,11 +98,11 @@ static vm_status build(const vm_model *m, vm_plan *plan) {
         pixel_bytes(r, r->in, encode ? m->arch.in_channels : latent, encode ? r->frames : coded, encode ? 1 : factor);
     plan->out_bytes = pixel_bytes(r, r->out, encode ? vm_arch_encoded(&m->arch) : m->arch.out_channels,
                                   encode ? coded : r->frames, encode ? factor : 1);
-    for (int i = 0; i < (int)plan->steps && !s; i++) { /* before asking a backend about passes of such sizes */
+    for (int i = 0; i < (int)plan->steps; i++) { /* before asking a backend about passes of such sizes */
         set_shapes(plan, i, &m->arch);
-        s = check_fits(r, VM_PRODUCT(vm_plan_row_bytes(plan, i), plan->step[i].pass.y.h, 8));
+        if ((s = check_fits(r, VM_PRODUCT(vm_plan_row_bytes(plan, i), plan->step[i].pass.y.h, 8)))) return s;
     }
-    if (!s) s = vm_plan_choose(m, plan);
+    s = vm_plan_choose(m, plan);
     if (s && s != VM_ELIMIT) return s;
     const size_t in_all = vm_sum(plan->reserved, VM_PRODUCT(vm_sum(plan->in_bytes, plan->out_bytes), r->batch));
     const vm_status fits = check_fits(r, in_all); /* checks the least plan too: a limit's refusal names its bytes */

@@ -156,18 +156,18 @@ static vm_status keep_pace(const walk *w, size_t step, size_t rows) {
 
 /* Enqueues a round step by step, on a device whose tiles are not tasks. */
 static vm_status enqueue_round(const walk *w, vm_stage *stage, const vm_tasks *tasks, size_t stages) {
-    vm_status s = VM_OK;
-    while (!s && vm_chain_step(stage, stages)) {
+    vm_status s;
+    while (vm_chain_step(stage, stages)) {
         size_t rows = 0;
-        for (size_t i = 0; i < stages && !s; i++) {
+        for (size_t i = 0; i < stages; i++) {
             const vm_stage *at = &stage[i];
             rows += vm_stage_made(at, at->done + at->now) - vm_stage_made(at, at->done);
-            if (at->now) s = check(w, tasks[i].rows(&tasks[i], at->done, at->now));
+            if (at->now && (s = check(w, tasks[i].rows(&tasks[i], at->done, at->now)))) return s;
         }
-        if (!s) s = w->exec.each(w->exec.pool, 0, rows, NULL, NULL);
-        if (!s) s = keep_pace(w, SIZE_MAX, 0);
+        if ((s = w->exec.each(w->exec.pool, 0, rows, NULL, NULL))) return s;
+        if ((s = keep_pace(w, SIZE_MAX, 0))) return s;
     }
-    return s;
+    return VM_OK;
 }
 
 /* Runs row by row. Each pass is prepared in its first round. */
@@ -214,9 +214,10 @@ static vm_status run_passes(walk *w, int i, size_t item) {
         c->stepped ? run_stepped(w, c, item) : check(w, w->backend->run(w->backend, first, &at, &w->exec));
     share_seconds(w, c, vm_now() - start);
     unguard(w);
-    if (!status && w->run->check && outside(w, i, false) != before)
-        status = vm_fail(VM_EINVAL, "check: %s wrote outside its plan", w->plan->graph->node[c->first].name);
-    return status ? status : keep_pace(w, (size_t)i, c->stepped ? 0 : first->y.h);
+    if (status) return status;
+    if (w->run->check && outside(w, i, false) != before)
+        return vm_fail(VM_EINVAL, "check: %s wrote outside its plan", w->plan->graph->node[c->first].name);
+    return keep_pace(w, (size_t)i, c->stepped ? 0 : first->y.h);
 }
 
 static vm_status run_chain(walk *w, int c, size_t item, bool enqueued) {
@@ -288,15 +289,15 @@ static vm_status run_item(walk *w, size_t item) {
     const vm_plan *plan = w->plan;
     const bool staged = plan->staged, replay = w->run->replay;
     bool enqueued = false;
-    vm_status s = VM_OK;
-    if (staged && replay && item) s = fetch(w, item - 1);
-    if (!s && staged) s = check(w, w->device->send(w->backend, address(w, plan->in), user_in(w, item), plan->in_bytes));
+    vm_status s;
+    if (staged && replay && item && (s = fetch(w, item - 1))) return s;
+    if (staged && (s = check(w, w->device->send(w->backend, address(w, plan->in), user_in(w, item), plan->in_bytes))))
+        return s;
     const uint64_t key = replay ? key_of(w, item) : 0; /* 0: pass by pass */
-    if (!s) s = check(w, w->device->begin(w->backend, key, &enqueued));
-    if (s) return s;
-    for (size_t i = 0; i < plan->chains && !s; i++) {
-        if (staged && !replay && item && i + 1 == plan->chains) s = fetch(w, item - 1);
-        if (!s) s = run_chain(w, (int)i, item, enqueued);
+    if ((s = check(w, w->device->begin(w->backend, key, &enqueued)))) return s;
+    for (size_t i = 0; i < plan->chains; i++) {
+        if (staged && !replay && item && i + 1 == plan->chains && (s = fetch(w, item - 1))) break;
+        if ((s = run_chain(w, (int)i, item, enqueued))) break;
     }
     const vm_status ended = w->device->end(w->backend, key, s);
     return s ? s : check(w, ended);
@@ -355,9 +356,9 @@ static void close_output(const vm_model *m, const vm_plan *plan, vm_run *run, vm
 static vm_status run_with_output(vm_model *m, vm_plan *plan, vm_run *run) {
     const vm_backend *b = plan->request.backend;
     vm_pool *pool;
-    vm_status s = reserve_arena(m, plan);
-    if (!s) s = vm_mem_alloc(m->host, VM_SCRATCH, plan->pool_bytes, (void **)&pool);
-    if (s) return s;
+    vm_status s;
+    if ((s = reserve_arena(m, plan))) return s;
+    if ((s = vm_mem_alloc(m->host, VM_SCRATCH, plan->pool_bytes, (void **)&pool))) return s;
     if (!(s = vm_pool_open(pool, plan->request.limits.threads, plan->rows, run->poll, run->poll_context))) {
         s = run_items(&(walk){m, plan, run, m->arena, b, b->device, {plan->request.limits, pool, vm_pool_each}});
         vm_pool_close(pool);
@@ -368,10 +369,9 @@ static vm_status run_with_output(vm_model *m, vm_plan *plan, vm_run *run) {
 
 vm_status vm_plan_run(vm_model *m, vm_plan *plan, vm_run *run) {
     const vm_backend *b = plan->request.backend;
-    vm_status s = vm_weights_check(m);
-    if (!s && run->check && !b->device->addressable)
-        s = vm_fail(VM_EINVAL, VM_EXPECTED("check", "a CPU", "%s"), b->name);
-    if (s) return s;
+    vm_status s;
+    if ((s = vm_weights_check(m))) return s;
+    if (run->check && !b->device->addressable) return vm_fail(VM_EINVAL, VM_EXPECTED("check", "a CPU", "%s"), b->name);
     run->overflow = false;
     for (size_t i = 0; i < plan->steps; i++) plan->step[i].seconds = 0;
     vm_mem_reset_peak(m->mem);

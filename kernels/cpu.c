@@ -131,9 +131,10 @@ static vm_status prepare(const vm_backend *b, const vm_pass *p, const vm_operand
 static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
     const vm_cut c = cut(b, p, at->manner.tight);
     vm_tasks tasks;
-    vm_status s = prepare(b, p, at, exec, &tasks);
-    if (!s) s = exec->each(exec->pool, c.rows * c.columns, p->y.h, tasks.fn, tasks.job);
-    return s || !tasks.rows ? s : tasks.rows(&tasks, 0, c.rows);
+    vm_status s;
+    if ((s = prepare(b, p, at, exec, &tasks))) return s;
+    if ((s = exec->each(exec->pool, c.rows * c.columns, p->y.h, tasks.fn, tasks.job))) return s;
+    return tasks.rows ? tasks.rows(&tasks, 0, c.rows) : VM_OK;
 }
 
 /* ---- the list ----

@@ -21,9 +21,9 @@ void vm_catalogue_free(vm_catalogue *c) {
 
 vm_status vm_catalogue_add(vm_catalogue *c, int sm, int version, const vm_card *card, size_t cards) {
     vm_recorded one = {.sm = sm, .version = version, .cards = cards};
-    vm_status s = vm_scratch_grow(&c->recorded, c->recordeds, sizeof *c->recorded);
-    if (!s && cards) s = vm_scratch_new(cards, sizeof *card, &one.card);
-    if (s) return s;
+    vm_status s;
+    if ((s = vm_scratch_grow(&c->recorded, c->recordeds, sizeof *c->recorded))) return s;
+    if (cards && (s = vm_scratch_new(cards, sizeof *card, &one.card))) return s;
     if (cards) memcpy(one.card, card, cards * sizeof *card);
     c->recorded[c->recordeds++] = one;
     return VM_OK;

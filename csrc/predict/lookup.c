@@ -274,9 +274,9 @@ vm_status vm_profile_add_tree(vm_profile *p, const char *key_text, const char *t
     const size_t root = p->nodes;
     if (!read_key(key_text, &key))
         return vm_fail(VM_EINVAL, VM_EXPECTED("profile", "keys such as '128,128,3,1,1/float16'", "'%.40s'"), key_text);
-    vm_status s = vm_scratch_grow(&p->tree, p->trees, sizeof *p->tree);
-    if (!s) s = read_tree(p, tree_text);
-    if (s) {
+    vm_status s;
+    if ((s = vm_scratch_grow(&p->tree, p->trees, sizeof *p->tree))) return s;
+    if ((s = read_tree(p, tree_text))) {
         p->nodes = root;
         return s;
     }
@@ -514,9 +514,10 @@ static vm_status check_conv(const vm_conv *c) {
 
 static vm_status answer(const vm_lookup *l, const vm_conv *c, vm_source *source, uint64_t *bytes) {
     *source = (vm_source){.entry = -1, .how = {0, VM_HOW_TREE}};
-    vm_status s = check_conv(c);
-    if (!s) s = own_bytes(&l->torch, c, &source->own, bytes);
-    bool found = s || source->own != VM_OWN_NONE;
+    vm_status s;
+    if ((s = check_conv(c))) return s;
+    if ((s = own_bytes(&l->torch, c, &source->own, bytes))) return s;
+    bool found = source->own != VM_OWN_NONE;
     for (size_t i = 0; !s && !found && i < l->entries; i++) {
         const entry *e = &l->entry[i];
         if (e->has_rule && !applies(&e->rule, c, !l->tf32)) continue;
@@ -551,8 +552,9 @@ static uint32_t *find(const vm_lookup *l, const vm_conv *conv) {
 }
 
 static vm_status remember(vm_lookup *l, const vm_known *known) {
-    vm_status s = vm_scratch_grow(&l->known, l->knowns, sizeof *l->known);
-    if (!s && 2 * (l->knowns + 1) > l->bins) {
+    vm_status s;
+    if ((s = vm_scratch_grow(&l->known, l->knowns, sizeof *l->known))) return s;
+    if (2 * (l->knowns + 1) > l->bins) {
         const size_t bins = l->bins ? 2 * l->bins : 64;
         uint32_t *wider;
         if ((s = vm_scratch_new(bins, sizeof *wider, &wider))) return s;
@@ -561,7 +563,6 @@ static vm_status remember(vm_lookup *l, const vm_known *known) {
         l->bins = bins;
         for (size_t i = 0; i < l->knowns; i++) *find(l, &l->known[i].conv) = (uint32_t)i + 1;
     }
-    if (s) return s;
     l->known[l->knowns++] = *known;
     *find(l, &known->conv) = (uint32_t)l->knowns;
     return VM_OK;
@@ -591,9 +592,9 @@ vm_status vm_lookup_conv(vm_lookup *l, const vm_conv *conv, vm_known *out) {
     }
     vm_source source;
     *out = (vm_known){.conv = *conv};
-    vm_status s = answer(l, conv, &source, &out->bytes);
-    if (!s) s = number_source(l, &source, &out->source);
-    if (s) return s;
+    vm_status s;
+    if ((s = answer(l, conv, &source, &out->bytes))) return s;
+    if ((s = number_source(l, &source, &out->source))) return s;
     out->own = source.own != VM_OWN_NONE;
     out->next = out->own ? out->bytes : 0;
     return remember(l, out);

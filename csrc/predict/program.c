@@ -131,14 +131,14 @@ static vm_status prepare(player *y, const vm_program *p, const vm_program_call *
                        vm_dtype_name(asked->dtype));
     if (!y->call) return not_recorded(p, asked->dtype, &known);
     const span sizes = y->call->own[SIZES];
-    s = vm_scratch_new(sizes.count, sizeof *y->size, &y->size);
-    for (size_t i = 0; !s && i < sizes.count; i++) {
-        s = vm_evaluate(&known, p->size[sizes.first + i], &y->size[i]);
-        if (!s && y->size[i] < 0)
-            s = vm_fail(VM_EINVAL, VM_EXPECTED("%s", "sizes of 0 or more", "%lld of %.60s"), p->title,
-                        (long long)y->size[i], p->size[sizes.first + i]);
+    if ((s = vm_scratch_new(sizes.count, sizeof *y->size, &y->size))) return s;
+    for (size_t i = 0; i < sizes.count; i++) {
+        if ((s = vm_evaluate(&known, p->size[sizes.first + i], &y->size[i]))) return s;
+        if (y->size[i] < 0)
+            return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "sizes of 0 or more", "%lld of %.60s"), p->title,
+                           (long long)y->size[i], p->size[sizes.first + i]);
     }
-    return s;
+    return VM_OK;
 }
 
 static const module *outermost(const player *y) {
@@ -301,19 +301,24 @@ static vm_status play(player *y, uint32_t index, const char *path, const char *s
     const module *m = &y->p->module[y->call->own[MODULES].first + index];
     if (!path && !has_outermost(y, m)) path = "";
     const uint64_t product = y->asked->passing.count ? first_product(y, m) : 0;
-    vm_status s = path ? vm_passage_begin(&y->through, path, shown, product) : VM_OK;
-    for (size_t i = 0; !s && i < m->steps; i++) s = play_step(y, &y->p->step[m->first + i], path, shown);
-    if (!s && path) s = vm_passage_end(&y->through, path);
-    return s || !path ? s : play_companions(y, m, path);
+    vm_status s;
+    if (path && (s = vm_passage_begin(&y->through, path, shown, product))) return s;
+    for (size_t i = 0; i < m->steps; i++)
+        if ((s = play_step(y, &y->p->step[m->first + i], path, shown))) return s;
+    if (!path) return VM_OK;
+    if ((s = vm_passage_end(&y->through, path))) return s;
+    return play_companions(y, m, path);
 }
 
 vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_trace **out) {
     player y = {0};
-    vm_status s = prepare(&y, p, call);
-    if (!s) s = vm_scratch_new(outermost(&y)->takes + 1, sizeof *y.id, &y.id);
-    if (!s) s = vm_trace_new(&y.t);
-    if (!s) s = vm_passage_new(y.t, &call->passing, &y.through);
-    if (!s) s = play(&y, (uint32_t)(y.call->own[MODULES].count - 1), NULL, p->title);
+    vm_status s;
+    if ((s = prepare(&y, p, call))) goto done;
+    if ((s = vm_scratch_new(outermost(&y)->takes + 1, sizeof *y.id, &y.id))) goto done;
+    if ((s = vm_trace_new(&y.t))) goto done;
+    if ((s = vm_passage_new(y.t, &call->passing, &y.through))) goto done;
+    s = play(&y, (uint32_t)(y.call->own[MODULES].count - 1), NULL, p->title);
+done:
     vm_scratch_free(y.size);
     vm_scratch_free(y.id);
     vm_passage_free(&y.through);

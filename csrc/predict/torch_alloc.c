@@ -393,9 +393,9 @@ vm_status vm_talloc_copy(const vm_talloc *a, uint64_t total_memory, vm_talloc **
     vm_talloc_config c = a->config;
     c.total_memory = total_memory;
     c.reservation = 0;
-    vm_status s = vm_talloc_new(&c, out);
-    if (!s) s = ta_reserve(*out, a->segments.count + blocks, a->table_used);
-    if (s) {
+    vm_status s;
+    if ((s = vm_talloc_new(&c, out))) return s;
+    if ((s = ta_reserve(*out, a->segments.count + blocks, a->table_used))) {
         vm_talloc_delete(*out);
         *out = NULL;
         return s;

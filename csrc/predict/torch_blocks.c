@@ -226,9 +226,9 @@ vm_status ta_make_room(vm_talloc *a) {
         if (a->config.expandable_segments) elements = events;
     }
     a->out_of_memory = false;
-    vm_status s = ta_reserve(a, elements, a->table_used + 1);
-    if (!s && a->config.history && a->history_size - a->history_used < events) s = grow_history(a, events);
-    return s;
+    const vm_status s = ta_reserve(a, elements, a->table_used + 1);
+    if (s) return s;
+    return a->config.history && a->history_size - a->history_used < events ? grow_history(a, events) : VM_OK;
 }
 
 void *ta_element(vm_talloc *a) {

@@ -20,25 +20,23 @@ static uint32_t *find(const vm_names *n, const char *text, size_t length) {
 
 vm_status vm_names_add(vm_names *n, const char *text, uint32_t *number) {
     const size_t length = strlen(text) + 1;
-    vm_status s = VM_OK;
+    vm_status s;
     if (2 * (n->count + 1) > n->bins) {
         const size_t bins = n->bins ? 2 * n->bins : 128;
-        s = vm_scratch_widen(&n->bin, 0, bins, sizeof *n->bin);
-        if (!s) n->bins = bins;
-        for (size_t i = 0; !s && i < n->count; i++) {
+        if ((s = vm_scratch_widen(&n->bin, 0, bins, sizeof *n->bin))) return s;
+        n->bins = bins;
+        for (size_t i = 0; i < n->count; i++) {
             const char *name = vm_names_get(n, i);
             *find(n, name, strlen(name) + 1) = (uint32_t)i + 1;
         }
     }
-    if (s) return s;
     uint32_t *bin = find(n, text, length);
     *number = *bin - 1;
     if (*bin) return VM_OK;
     const size_t room = n->room - n->used < length ? 2 * (n->room + length) + 4096 : n->room;
-    if (room > n->room) s = vm_scratch_widen(&n->text, n->used, room, 1);
-    if (!s) n->room = room;
-    if (!s) s = vm_scratch_grow(&n->at, n->count, sizeof *n->at);
-    if (s) return s;
+    if (room > n->room && (s = vm_scratch_widen(&n->text, n->used, room, 1))) return s;
+    n->room = room;
+    if ((s = vm_scratch_grow(&n->at, n->count, sizeof *n->at))) return s;
     memcpy(n->text + n->used, text, length);
     n->at[n->count] = n->used;
     n->used += length;

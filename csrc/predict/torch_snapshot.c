@@ -110,10 +110,10 @@ static void restore_block(vm_talloc *a, block *b, const vm_talloc_block *as) {
 vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *s, const vm_talloc_block *live, size_t blocks) {
     if (a->config.driver_pool)
         return vm_fail(VM_EINVAL, VM_EXPECTED("segment", "the native backend, the driver's pool has none", ""));
-    vm_status status = check_segment(s, live, blocks);
-    if (!status) status = ta_make_room(a);
-    if (!status) status = vm_talloc_place(a, s->address);
-    if (status) return status;
+    vm_status status;
+    if ((status = check_segment(s, live, blocks))) return status;
+    if ((status = ta_make_room(a))) return status;
+    if ((status = vm_talloc_place(a, s->address))) return status;
     block *rest = ta_segment_new(a, s->size, s->stream, s->small);
     a->placed = 0;
     if (!rest || rest->node.address != s->address) {

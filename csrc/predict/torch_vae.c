@@ -433,9 +433,9 @@ vm_status vm_trace_vae_copy(const vm_trace_vae *vae, vm_trace_vae **out) {
 
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     *out = NULL;
-    vm_status s = vm_arch_check(vae->arch);
-    if (!s) s = check(vae);
-    if (s) return s;
+    vm_status s;
+    if ((s = vm_arch_check(vae->arch))) return s;
+    if ((s = check(vae))) return s;
     const tiling tiles = tiling_of(vae);
     const uint64_t rows = VM_MAX(tiles.rows, 1), cols = VM_MAX(tiles.cols, 1), slices = vae->slicing ? vae->batch : 1;
     if (VM_PRODUCT64(rows, cols, slices, vae->frames) > MOST_CALLS)

@@ -172,10 +172,10 @@ void vm_parameters_free(vm_parameters *p) {
 vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime, vm_parameters **out) {
     void *found = NULL;
     *out = NULL;
-    vm_status s = vm_arch_check(arch);
-    if (!s) s = vm_walk_check_code(arch, runtime);
-    if (!s) s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, &found);
-    if (s) return s;
+    vm_status s;
+    if ((s = vm_arch_check(arch))) return s;
+    if ((s = vm_walk_check_code(arch, runtime))) return s;
+    if ((s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, &found))) return s;
     const uint64_t z = arch->latent_channels;
     list l = {.found = found, .arch = arch, .runtime = runtime, .diffusers = runtime == VM_TORCH_DIFFUSERS};
     void (*const own)(list *l, vm_op op) = arch->family == VM_TINY ? tiny_half : half;

@@ -134,9 +134,10 @@ static PyObject *trace_take(Trace *self, PyObject *args) {
     const char *name;
     uint32_t id, stream = 0;
     if (!PyArg_ParseTuple(args, "Ks|I:take", &bytes, &name, &stream)) return NULL;
-    vm_status s = vm_trace_own(&self->trace);
-    if (!s) s = vm_trace_take_on(self->trace, stream, bytes, name, &id);
-    return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
+    vm_status s;
+    if ((s = vm_trace_own(&self->trace))) return vm_py_raise(s);
+    if ((s = vm_trace_take_on(self->trace, stream, bytes, name, &id))) return vm_py_raise(s);
+    return PyLong_FromUnsignedLong(id);
 }
 
 static PyObject *trace_give(Trace *self, PyObject *number) {
@@ -266,9 +267,10 @@ static PyObject *trace_attend(Trace *self, PyObject *args) {
         return NULL;
     const int k = choose("kernel", kernel, vm_attention_kernel_name, VM_ATTENTION_KERNELS);
     if (k < 0) return NULL;
-    vm_status s = vm_trace_own(&self->trace);
-    if (!s) s = vm_trace_attention(self->trace, &call, (vm_attention_kernel)k, &gpu, name, &id);
-    return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
+    vm_status s;
+    if ((s = vm_trace_own(&self->trace))) return vm_py_raise(s);
+    if ((s = vm_trace_attention(self->trace, &call, (vm_attention_kernel)k, &gpu, name, &id))) return vm_py_raise(s);
+    return PyLong_FromUnsignedLong(id);
 }
 
 /* ---- reading ---- */

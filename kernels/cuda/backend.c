@@ -365,8 +365,9 @@ static vm_status move(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
                       .move = p->move};
     const size_t blocks = (rows * p->y.w * s->raw_c / 8 + VM_CUDA_THREADS - 1) / VM_CUDA_THREADS;
     const size_t most = (size_t)g->multiprocessors * 32;
-    vm_status status = load(g, p, at, s, row, rows);
-    if (!status) status = vm_gpu_launch(g, g->kernel[VM_KERNEL_MOVE], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
+    vm_status status;
+    if ((status = load(g, p, at, s, row, rows))) return status;
+    status = vm_gpu_launch(g, g->kernel[VM_KERNEL_MOVE], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
     return status ? status : store(g, p, at, s, row, rows);
 }
 
@@ -378,11 +379,14 @@ static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
     const char *in =
         direct ? (char *)at->x.data + row * p->x.w * s->in_c * vm_dtype_bytes(g->backend.dtype) : scratch_at(at, s->in);
     char *raw = scratch_at(at, s->raw);
-    vm_status status = direct ? VM_OK : load(g, p, at, s, row, s->rows); /* zeros below the image */
-    if (!status && g->autotune && !g->outside)
-        status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, at->weight, raw, at->workspace, vm_gpu_time, g);
+    vm_status status;
     g->launches++;
-    if (!status) status = vm_cudnn_convs_run(g->convs, &key, g->stream, in, at->weight, raw, at->workspace);
+    if (!direct && (status = load(g, p, at, s, row, s->rows))) return status; /* zeros below the image */
+    if (g->autotune && !g->outside) {
+        status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, at->weight, raw, at->workspace, vm_gpu_time, g);
+        if (status) return status;
+    }
+    status = vm_cudnn_convs_run(g->convs, &key, g->stream, in, at->weight, raw, at->workspace);
     return status ? status : store(g, p, at, s, row, rows);
 }
 
@@ -423,18 +427,19 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
 static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, size_t row,
                           size_t end) {
     const shape s = shape_of(g, p, limits, at->manner);
-    vm_status status = VM_OK;
-    for (size_t rows; row < end && !status; row += rows) {
+    vm_status status;
+    for (size_t rows; row < end; row += rows) {
         rows = VM_MIN(s.rows, end - row);
         const span x = needed(p, &s, row, rows);
-        if (vm_norm_by_pixel(p->norm))
-            status = vm_gpu_pixel_norm(g, p, at, scratch_at(at, s.factor), scale_of(p, at), x.first, x.end);
-        if (!status)
-            status = p->kind == VM_PASS_MOVE ? move(g, p, at, &s, row, rows)
-                     : s.own                 ? own_conv(g, p, at, &s, row, rows)
-                                             : conv(g, p, at, limits, &s, row, rows);
+        if (vm_norm_by_pixel(p->norm) &&
+            (status = vm_gpu_pixel_norm(g, p, at, scratch_at(at, s.factor), scale_of(p, at), x.first, x.end)))
+            return status;
+        status = p->kind == VM_PASS_MOVE ? move(g, p, at, &s, row, rows)
+                 : s.own                 ? own_conv(g, p, at, &s, row, rows)
+                                         : conv(g, p, at, limits, &s, row, rows);
+        if (status) return status;
     }
-    return status;
+    return VM_OK;
 }
 
 static vm_status step(const vm_tasks *t, size_t row, size_t rows) {

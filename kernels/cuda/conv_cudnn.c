@@ -45,18 +45,23 @@ vm_status vm_cudnn_convs_new(const char *path, const char *device_json, vm_cudnn
     *out = NULL;
     vm_cudnn_convs *s = calloc(1, sizeof *s);
     if (!s) return vm_fail(VM_ENOMEM, "cuDNN: no memory for its plans");
-    vm_status status = vm_cudnn_open(path, LEAST_VERSION, &s->c);
-    if (!status && device_json && !(s->device_json = strdup(device_json)))
-        status = vm_fail(VM_ENOMEM, "cuDNN: no memory for a device's description");
-    if (!status && !device_json && (!s->c->create_handle || !s->c->set_stream || !s->c->execute))
-        status = vm_fail(VM_EDEVICE, "cuDNN: expected a library that runs, got one without cudnnBackendExecute");
-    if (!status && !device_json) {
-        const int refused = s->c->create_handle(&s->handle);
-        if (refused) {
-            s->handle = NULL;
-            status = vm_fail(VM_EDEVICE, "cuDNN: making a handle: %s", s->c->status_name(refused));
-        }
+    vm_status status;
+    if ((status = vm_cudnn_open(path, LEAST_VERSION, &s->c))) goto done;
+    if (device_json) {
+        if (!(s->device_json = strdup(device_json)))
+            status = vm_fail(VM_ENOMEM, "cuDNN: no memory for a device's description");
+        goto done;
     }
+    if (!s->c->create_handle || !s->c->set_stream || !s->c->execute) {
+        status = vm_fail(VM_EDEVICE, "cuDNN: expected a library that runs, got one without cudnnBackendExecute");
+        goto done;
+    }
+    const int refused = s->c->create_handle(&s->handle);
+    if (refused) {
+        s->handle = NULL;
+        status = vm_fail(VM_EDEVICE, "cuDNN: making a handle: %s", s->c->status_name(refused));
+    }
+done:
     if (status)
         vm_cudnn_convs_free(s);
     else
@@ -187,9 +192,9 @@ static vm_status plan_of(vm_cudnn_convs *s, const vm_conv_key *key, plan **out) 
     if ((*out = find(s, key))) return VM_OK;
     search f = {.s = s, .key = key, .wanted = 1};
     size_t free = 0;
-    vm_status status = watch(s, true, &free);
-    if (!status) status = look(&f);
-    if (status) return status;
+    vm_status status;
+    if ((status = watch(s, true, &free))) return status;
+    if ((status = look(&f))) return status;
     *out = f.found[0];
     (*out)->next = s->plans;
     s->plans = *out;
@@ -231,13 +236,14 @@ vm_status vm_cudnn_convs_run(vm_cudnn_convs *s, const vm_conv_key *key, void *st
     plan *p;
     if (!s->handle) return no_device();
     pthread_mutex_lock(&s->c->lock);
-    vm_status status = plan_of(s, key, &p);
-    const bool first = !status && !p->ran;
+    vm_status status;
     size_t free = 0;
-    if (first) status = watch(s, true, &free);
-    if (!status) status = execute(s, p->made.plan, stream, x, filters, y, workspace);
-    if (!status && first) status = watch(s, false, &free);
-    if (!status) p->ran = true;
+    if ((status = plan_of(s, key, &p))) goto done;
+    if (!p->ran && (status = watch(s, true, &free))) goto done;
+    if ((status = execute(s, p->made.plan, stream, x, filters, y, workspace))) goto done;
+    if (!p->ran && (status = watch(s, false, &free))) goto done;
+    p->ran = true;
+done:
     pthread_mutex_unlock(&s->c->lock);
     return status;
 }
@@ -262,12 +268,12 @@ vm_status vm_cudnn_convs_tune(vm_cudnn_convs *s, const vm_conv_key *key, void *s
     search f = {.s = s, .key = key, .wanted = CANDIDATES};
     if (!s->handle) return no_device();
     pthread_mutex_lock(&s->c->lock);
-    vm_status status = plan_of(s, key, &kept); /* keeps its place in the cache */
-    size_t free = 0;
-    if (!status && !kept->tuned) status = watch(s, true, &free);
-    if (!status && !kept->tuned) status = look(&f);
+    vm_status status;
+    size_t free = 0, winner = 0;
     double best = -1;
-    size_t winner = 0;
+    if ((status = plan_of(s, key, &kept)) || kept->tuned) goto done; /* it keeps its place in the cache */
+    if ((status = watch(s, true, &free))) goto done;
+    status = look(&f);
     for (size_t i = 0; i < f.count; i++) {
         attempt a = {s, f.found[i]->made.plan, stream, y, workspace, x, filters};
         const double time = timer(context, run_attempt, &a);
@@ -284,6 +290,7 @@ vm_status vm_cudnn_convs_tune(vm_cudnn_convs *s, const vm_conv_key *key, void *s
     if (!status) kept->tuned = true; /* if none could be timed, the heuristics' first stays */
     for (size_t i = 0; i < f.count; i++) free_plan(s->c, f.found[i]);
     if (!status && f.count) status = watch(s, false, &free);
+done:
     pthread_mutex_unlock(&s->c->lock);
     return status;
 }

@@ -37,12 +37,13 @@ static vm_status load(const char *path) {
         memcpy(entries[i].field, &found, sizeof found);
     }
     const vm_driver *d = &the_driver;
-    vm_status s = vm_driver_check(d, d->Init(0), "starting the driver");
-    if (!s) s = vm_driver_check(d, d->DriverGetVersion(&the_driver.version), "asking the driver's version");
-    if (!s && d->version < VM_DRIVER_LEAST)
-        s = vm_fail(VM_EDEVICE, "CUDA: expected a driver for CUDA %d.%d or later, got one for %d.%d",
-                    VM_DRIVER_LEAST / 1000, VM_DRIVER_LEAST % 1000 / 10, d->version / 1000, d->version % 1000 / 10);
-    return s;
+    vm_status s;
+    if ((s = vm_driver_check(d, d->Init(0), "starting the driver"))) return s;
+    if ((s = vm_driver_check(d, d->DriverGetVersion(&the_driver.version), "asking the driver's version"))) return s;
+    if (d->version < VM_DRIVER_LEAST)
+        return vm_fail(VM_EDEVICE, "CUDA: expected a driver for CUDA %d.%d or later, got one for %d.%d",
+                       VM_DRIVER_LEAST / 1000, VM_DRIVER_LEAST % 1000 / 10, d->version / 1000, d->version % 1000 / 10);
+    return VM_OK;
 }
 
 const vm_driver *vm_driver_get(const char *path) {

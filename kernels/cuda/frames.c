@@ -385,11 +385,13 @@ static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     const vm_conv_key key = key_of(g, s);
     const void *filters = s->turns ? (char *)at->prepared + s->filters : at->weight;
     void *in = scratch_at(at, s->in), *raw = scratch_at(at, s->raw);
-    vm_status status = VM_OK;
-    if (g->autotune && !g->outside)
-        status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, filters, raw, at->workspace, vm_gpu_time, g);
+    vm_status status;
     g->launches++;
-    if (!status) status = vm_cudnn_convs_run(g->convs, &key, g->stream, in, filters, raw, at->workspace);
+    if (g->autotune && !g->outside) {
+        status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, filters, raw, at->workspace, vm_gpu_time, g);
+        if (status) return status;
+    }
+    status = vm_cudnn_convs_run(g->convs, &key, g->stream, in, filters, raw, at->workspace);
     const vm_scatter_args out = scatter_args(g, p, at, s, row, rows);
     return status ? status : scatter(g, &out);
 }
@@ -429,15 +431,15 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
 static vm_status stripe(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row, size_t rows) {
     const ptrdiff_t top = top_of(p, row);
     const size_t first = (size_t)VM_MAX(top, 0), end = VM_MIN((size_t)(top + (ptrdiff_t)rows_in(p, rows)), p->x.h);
-    vm_status status = VM_OK;
-    if (vm_norm_by_pixel(p->norm))
-        status = vm_gpu_pixel_norm(g, p, at, scratch_at(at, s->factor), at->prepared, first, end);
-    if (!status && p->time != VM_TIME_SAME && !is_move(p)) status = copy_frame(g, p, at, s, row, rows);
-    if (status || !convolves(s)) return status;
+    vm_status status;
+    if (vm_norm_by_pixel(p->norm) &&
+        (status = vm_gpu_pixel_norm(g, p, at, scratch_at(at, s->factor), at->prepared, first, end)))
+        return status;
+    if (p->time != VM_TIME_SAME && !is_move(p) && (status = copy_frame(g, p, at, s, row, rows))) return status;
+    if (!convolves(s)) return VM_OK;
     vm_gather_args in = gather_args(p, at, s, row);
     if (s->own) in.to.planes = (uint32_t)(end - first), in.to.row0 = (int32_t)first;
-    if (!s->own || p->x_format != VM_ROWS) status = gather(g, &in);
-    if (status) return status;
+    if ((!s->own || p->x_format != VM_ROWS) && (status = gather(g, &in))) return status;
     if (s->own) return own_conv(g, p, at, s, row, rows, first);
     if (!is_move(p)) return convolve(g, p, at, s, row, rows);
     const vm_scatter_args out = scatter_args(g, p, at, s, row, rows);
@@ -476,17 +478,17 @@ vm_status vm_frames_attention(vm_gpu *g, const vm_pass *p, const vm_operands *at
     there.x = there.y = (vm_view){at->scratch, g->backend.dtype, VM_BLOCK, p->x.w * p->x.c, SIZE_MAX};
     shape s = {.channels = p->x.c, .groups = 3, .each = c, .lines = 1, .width = p->x.w};
     s.to = (vm_planes){.planes = (uint32_t)p->x.h, .lines = 1, .width = (uint32_t)p->x.w, .slices = 1, .row_plane = 1};
-    vm_status status = VM_OK;
-    for (size_t frame = 0; frame < p->x.f && !status; frame++) {
+    vm_status status;
+    for (size_t frame = 0; frame < p->x.f; frame++) {
         vm_gather_args in = gather_args(p, at, &s, 0);
         in.to.frame0 = (int32_t)frame;
         in.to.row0 = 0;
         in.multiply = 1;
-        status = gather(g, &in);
-        if (!status) status = vm_gpu_attention(g, &own, &there);
+        if ((status = gather(g, &in))) return status;
+        if ((status = vm_gpu_attention(g, &own, &there))) return status;
         vm_scatter_args out = scatter_args(g, p, at, &s, 0, p->y.h);
         out.frame_first = (uint32_t)frame, out.frame_end = (uint32_t)frame + 1;
-        if (!status) status = scatter(g, &out);
+        if ((status = scatter(g, &out))) return status;
     }
-    return status;
+    return VM_OK;
 }

@@ -76,15 +76,15 @@ static vm_status make_streams(vm_gpu *g) {
 static vm_status fill(vm_gpu *g, const vm_gpu_options *o) {
     size_t free = 0;
     VM_ENTER(g);
-    vm_status s = find_granularity(g);
-    if (!s) s = vm_gpu_watch(g, true, &free);
+    vm_status s;
+    if ((s = find_granularity(g))) return s;
+    if ((s = vm_gpu_watch(g, true, &free))) return s;
     const bool may_own = o->convolution == VM_CONVOLUTION_AUTO && o->dtype != VM_F32 && !o->autotune;
     g->own_conv = o->convolution == VM_CONVOLUTION_OWN || may_own;
-    if (!s) s = vm_gpu_load_kernels(g);
+    if ((s = vm_gpu_load_kernels(g))) return s;
     if (may_own) g->own_conv = g->wgmma;
     if (g->own_conv) strcat(g->name, " own");
-    if (!s) s = make_streams(g);
-    if (s) return s;
+    if ((s = make_streams(g))) return s;
     s = vm_cudnn_convs_new(o->libcudnn, NULL, &g->convs);
     if (s && !g->own_conv) return s;
     if (s)
@@ -126,10 +126,12 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
                               .self = g};
     g->tf32 = o->tf32;
     g->autotune = o->autotune;
-    vm_status s = (g->d = vm_driver_get(o->libcuda)) ? VM_OK : VM_EDEVICE;
-    if (!s) s = find_device(g, o);
-    if (!s) s = retain_context(g, o->device);
-    if (!s) s = fill(g, o);
+    vm_status s;
+    if ((s = (g->d = vm_driver_get(o->libcuda)) ? VM_OK : VM_EDEVICE)) goto done;
+    if ((s = find_device(g, o))) goto done;
+    if ((s = retain_context(g, o->device))) goto done;
+    s = fill(g, o);
+done:
     if (s)
         vm_gpu_close(g);
     else

@@ -135,9 +135,11 @@ static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, v
     const size_t bytes = vm_gpu_weight_bytes(b, w);
     void *packed = malloc(bytes);
     if (!packed) return vm_fail(VM_ENOMEM, "no %zu bytes of host memory to pack it in", bytes);
-    vm_status s = vm_gpu_pack_weight(b, w, packed, dtype, data);
-    if (!s) s = vm_driver_check(g->d, g->d->StreamWaitEvent(g->copy, g->done, 0), "ordering copies");
-    if (!s) s = locked_copy(g, true, to, packed, bytes);
+    vm_status s;
+    if ((s = vm_gpu_pack_weight(b, w, packed, dtype, data))) goto done;
+    if ((s = vm_driver_check(g->d, g->d->StreamWaitEvent(g->copy, g->done, 0), "ordering copies"))) goto done;
+    s = locked_copy(g, true, to, packed, bytes);
+done:
     free(packed);
     return s;
 }
@@ -186,9 +188,10 @@ static vm_status step_enqueued(const vm_backend *b, size_t step, size_t rows, co
     if (step < VM_GPU_STEPS) VM_TRY(g, EventRecord(g->step[step], g->stream), "marking a pass");
     if (!exec) return VM_OK;
     CUevent const pace = g->pace[g->paced % VM_GPU_LAG];
-    vm_status s = g->paced++ < VM_GPU_LAG ? VM_OK : wait_for(g, pace, exec);
-    if (!s) s = vm_driver_check(g->d, g->d->EventRecord(pace, g->stream), "marking a pass");
-    return s ? s : exec->each(exec->pool, 1, rows, nothing, NULL);
+    vm_status s;
+    if (g->paced++ >= VM_GPU_LAG && (s = wait_for(g, pace, exec))) return s;
+    VM_TRY(g, EventRecord(pace, g->stream), "marking a pass");
+    return exec->each(exec->pool, 1, rows, nothing, NULL);
 }
 
 static void seconds(const vm_backend *b, size_t step, double *seconds) {
@@ -314,12 +317,14 @@ static vm_status end_capture(vm_gpu *g, vm_graph_entry *e, vm_status so_far) {
     g->stream = g->outside;
     g->outside = NULL;
     const CUresult result = g->d->StreamEndCapture(g->own, &graph);
-    vm_status s = so_far ? so_far : vm_driver_check(g->d, result, "ending a graph");
-    if (!s) s = vm_gpu_watch(g, true, &free);
-    if (!s) s = vm_driver_check(g->d, g->d->GraphInstantiate(&e->exec, graph, 0), "making a graph ready");
+    vm_status s;
+    if ((s = so_far ? so_far : vm_driver_check(g->d, result, "ending a graph"))) goto done;
+    if ((s = vm_gpu_watch(g, true, &free))) goto done;
+    s = vm_driver_check(g->d, g->d->GraphInstantiate(&e->exec, graph, 0), "making a graph ready");
+done:
     if (graph) g->d->GraphDestroy(graph);
-    if (!s) s = launch_graph(g, e);
     if (s) return s;
+    if ((s = launch_graph(g, e))) return s;
     after = free;
     s = vm_gpu_watch(g, false, &after);
     if (!s && free > after) g->graph_most = VM_MAX(g->graph_most, free - after);

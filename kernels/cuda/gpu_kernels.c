@@ -47,9 +47,9 @@ static vm_status find_convs(vm_gpu *g) {
     for (uint32_t kind = 0; kind < VM_CONV_ALL_KINDS; kind++) {
         const vm_conv_tile t = vm_conv_tile_at(kind, (size_t)g->shared_max);
         if (!t.resident) continue; /* it is not chosen either */
-        vm_status s = find_conv(g, &t, false, &g->conv[kind]);
-        if (!s && vm_conv_of_videos(t)) s = find_conv(g, &t, true, &g->conv_video[kind]);
-        if (s) return s;
+        vm_status s;
+        if ((s = find_conv(g, &t, false, &g->conv[kind]))) return s;
+        if (vm_conv_of_videos(t) && (s = find_conv(g, &t, true, &g->conv_video[kind]))) return s;
     }
     return VM_OK;
 }
