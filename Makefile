@@ -36,9 +36,9 @@ test: $(VENV)/test.stamp ## the tests, except the thorough ones
 site: $(VENV)/site.stamp ## the calculator and the documents as a site: out/site/index.html, out/site/docs
 	PYTHONSAFEPATH=1 $(BIN)/python docs/page/engine/build.py out/site
 	PYTHONSAFEPATH=1 $(BIN)/python -m sphinx -q -W --keep-going -d build/site docs out/site/docs
-	rm -rf out/site/jupyter_execute # myst-nb's, beside its output
+	rm -rf out/site/jupyter_execute # myst-nb's
 
-# Ours beside PyTorch and OpenVINO in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
+# Ours compared with PyTorch and OpenVINO in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
 bench: $(VENV)/bench.stamp ## speed and memory compared with PyTorch and OpenVINO; writes benchmarks/results (hours)
 	$(BIN)/python benchmarks/decode.py --op decode encode --precision highest high \
 	    --contestants vaemem vaemem-avx2 torch torch-tuned torch-avx2 openvino

@@ -1,4 +1,4 @@
-/* What AMX's instructions take beside each other, on one thread; benchmarks/results/amx_cycles.csv has its results.
+/* Cycles of AMX's instructions that run together on one thread; benchmarks/results/amx_cycles.csv has its results.
  *
  *     gcc -O2 -mavx512f -mamx-tile -mamx-bf16 -o amx_cycles benchmarks/amx_cycles.c && ./amx_cycles
  *

@@ -435,7 +435,7 @@ def show(path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", help="their names; by default all")
-    parser.add_argument("--missing", action="store_true", help="of these, those that benchmarks/results has no rows of")
+    parser.add_argument("--missing", action="store_true", help="only cases without rows in benchmarks/results")
     parser.add_argument("--jobs", type=int, default=5, help="cases that run at once")
     parser.add_argument("--seconds", type=float, default=3600, help="no case begins after these; all are stopped")
     parser.add_argument("--case-seconds", type=float, default=150)

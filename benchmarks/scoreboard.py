@@ -2,9 +2,9 @@
 
     python benchmarks/scoreboard.py [--check] [--rows [SOURCE]]
 
-The measurements are benchmarks/measurements/rows.csv. Each estimator answers what it can: a row's size, model, type and
-card. --check compares the numbers with those of the document instead of writing it. --rows prints each row, or those of
-a source, with the errors of vaemem's two answers.
+benchmarks/measurements/rows.csv has the measurements. An estimator gets a row's size, model, type and card, and answers
+the rows that it knows. --check compares the numbers with those of the document instead of writing it. --rows prints
+each row, or those of a source, with the errors of vaemem's two answers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from measurements.vocabulary import Measurement, read_rows, read_sources
 
 import vaemem
+from vaemem._common import TILED_OPS
 from vaemem.prediction.gpus import find_gpu
 from vaemem.sdcpp.graphs import graph
 from vaemem.tables.estimators import ESTIMATORS
@@ -28,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT, FIGURE = ROOT / "docs" / "ESTIMATORS.md", ROOT / "docs" / "images" / "scoreboard.svg"
 BY_SOURCE = ROOT / "benchmarks" / "results" / "scoreboard.csv"
 GIB = 1 << 30
-VAE_OPS = ("encode", "decode", "encode_tiled", "decode_tiled")
 CARDS = (6, 8, 10, 12, 16, 24, 32, 48, 80)  # GiB: cards as they are sold
 MARGIN = 3 << 30  # diffusers 0.42.1: AutoOffloadStrategy(memory_reserve_margin="3GB")
 
@@ -145,7 +145,7 @@ SD_CPP = {
 
 def _sd_cpp(row: Measurement) -> Answer:
     """Simulate the graph of stable-diffusion.cpp."""
-    if row.op in VAE_OPS:
+    if row.op in TILED_OPS:
         component = "vae-encoder" if row.op.startswith("encode") else "vae-decoder"
     else:
         component = row.model if row.op == "text" else SD_CPP.get(row.model, row.model)
@@ -171,7 +171,7 @@ def _ask(row: Measurement, careful: bool) -> Answer:
         raise UnansweredError("a counter that is not PyTorch's")
     if any(map(row.has, ("parallel", "gradients", "compiled", "own tiles", "other code"))):
         raise UnansweredError("torch.compile, LoRAs, caches, several cards or gradients")
-    if row.op in VAE_OPS:
+    if row.op in TILED_OPS:
         if row.counter == "driver":
             raise UnansweredError("the driver's count of a VAE's run")
         return _vae(row, careful)
@@ -196,7 +196,7 @@ def why_not(row: Measurement) -> str:
         return str(why)
     except (ValueError, OverflowError):
         pass
-    return "vaemem does not know the model, or not its settings"
+    return "a model or a setting that vaemem does not know"
 
 
 # ---- others ----
@@ -221,7 +221,7 @@ def _is_whole(row: Measurement) -> bool:
 
 
 def _of_weights(row: Measurement) -> Answer | None:
-    """The rule of hf-mem and of accelerate estimate-memory: the weights alone."""
+    """Apply the rule of hf-mem and of accelerate estimate-memory: the weights alone."""
     if not _is_whole(row) or row.stored:
         return None
     try:
@@ -231,7 +231,7 @@ def _of_weights(row: Measurement) -> Answer | None:
 
 
 def _of_margin(row: Measurement) -> Answer | None:
-    """The rule of diffusers' AutoOffloadStrategy: what is on the card, and 3 GB."""
+    """Apply the rule of diffusers' AutoOffloadStrategy: the weights on the card, and 3 GB."""
     if not _is_whole(row) or row.offload not in ("none", "model") or row.stored:
         return None
     try:
@@ -242,7 +242,7 @@ def _of_margin(row: Measurement) -> Answer | None:
 
 def _of_constant(name: str, row: Measurement) -> Answer | None:
     """A program's formula for a VAE's working memory, and the weights that the row counts."""
-    if row.op not in VAE_OPS or row.runtime in ("sd.cpp", "mflux") or not row.height:
+    if row.op not in TILED_OPS or row.runtime in ("sd.cpp", "mflux") or not row.height:
         return None
     cells = {
         name: getattr(row, name)
@@ -306,6 +306,11 @@ def errors_of(rows: Sequence[Scored]) -> list[float]:
     return sorted(abs(answer.bytes / row.bytes - 1) for row, answer in rows if answer)
 
 
+def most_of(errors: Sequence[float]) -> float:
+    """Return the error that 19 of 20 do not exceed."""
+    return errors[int(0.95 * (len(errors) - 1))]
+
+
 def score(of: Estimator, rows: Sequence[Scored], own: Sequence[Scored]) -> Score:
     """Score an estimator's answers to rows, next to vaemem's own."""
     pairs = [(row, answer) for row, answer in rows if answer]
@@ -315,7 +320,7 @@ def score(of: Estimator, rows: Sequence[Scored], own: Sequence[Scored]) -> Score
     bounds = [answer.bound / row.bytes for row, answer in pairs if answer.bound]
     both = errors_of([mine for mine, (_, answer) in zip(own, rows, strict=True) if answer])
     return Score(
-        of.name, of.source, len(rows), len(pairs), statistics.median(shares), shares[int(0.95 * (len(shares) - 1))],
+        of.name, of.source, len(rows), len(pairs), statistics.median(shares), most_of(shares),
         shares[-1], errors[-1][1], sum(small for small, _ in verdicts), sum(large for _, large in verdicts),
         sum(bound >= 1 for bound in bounds), len(bounds), statistics.median(bounds) - 1 if bounds else 0.0,
         statistics.median(both) if both else 0.0,

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from measurements.vocabulary import HERE, Measurement
-from scoreboard import CARDS, VAE_OPS, Score, Scored, errors_of, why_not
+from scoreboard import CARDS, Score, Scored, errors_of, most_of, why_not
+
+from vaemem._common import TILED_OPS
 
 BEGIN, END = "<!-- scoreboard.py writes from here -->", "<!-- to here -->"
 LARGE = 0.05  # an error that gets a cause
@@ -58,7 +60,7 @@ def score_table(scores: Sequence[Score]) -> str:
 def kind_of(row: Measurement) -> str:
     if row.runtime == "sd.cpp":
         return "stable-diffusion.cpp"
-    return "a VAE in PyTorch" if row.op in VAE_OPS else "a pipeline"
+    return "a VAE in PyTorch" if row.op in TILED_OPS else "a pipeline"
 
 
 def kind_table(answers: Mapping[str, Sequence[Scored]]) -> str:
@@ -67,7 +69,7 @@ def kind_table(answers: Mapping[str, Sequence[Scored]]) -> str:
 
     def shown(rows: Sequence[Scored], kind: str) -> str:
         errors = errors_of([pair for pair in rows if kind_of(pair[0]) == kind])
-        return f"{percent(errors[len(errors) // 2])} of {len(errors)}" if errors else ""
+        return f"{percent(statistics.median(errors))} of {len(errors)}" if errors else ""
 
     return table(("", *answers), [(kind, *(shown(rows, kind) for rows in answers.values())) for kind in sorted(kinds)])
 
@@ -83,7 +85,7 @@ def summary(rows: Sequence[Scored]) -> tuple[object, ...]:
     errors = errors_of(rows)
     if not errors:
         return (len(rows), 0, "", "", "")
-    shown = (errors[len(errors) // 2], errors[int(0.95 * (len(errors) - 1))], errors[-1])
+    shown = (statistics.median(errors), most_of(errors), errors[-1])
     return (len(rows), len(errors), *map(percent, shown))
 
 
@@ -121,7 +123,7 @@ def of_each_source(rows: Sequence[Scored]) -> float:
     sources: dict[str, list[Scored]] = {}
     for pair in rows:
         sources.setdefault(pair[0].source, []).append(pair)
-    return statistics.median(errors[len(errors) // 2] for errors in map(errors_of, sources.values()) if errors)
+    return statistics.median(statistics.median(errors) for errors in map(errors_of, sources.values()) if errors)
 
 
 def text(

@@ -2,7 +2,7 @@
 
     python benchmarks/small_card.py [--free 8 12] [--checks ways decode strategy]
 
-The ballast leaves so many GiB free. Then, each in a process of its own:
+The ballast leaves --free GiB. Each check runs in a process of its own:
 
     ways      SDXL at 1024x1024 by the plan's recommended way and its two next: each was said to fit, does it?
     decode    safe_decode of 2048x2048 in float16, which PyTorch cannot decode there: does it give the picture?
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 class Card:
-    """The card of a check, the size of the picture, and the plan for what is free."""
+    """A card with little free memory, and the pipeline and the size of the checks on it."""
 
     def __init__(self, free: int, small: bool):
         self.small, self.device = small, "cpu" if small else "cuda"
@@ -47,7 +47,7 @@ class Card:
         return pytorch.load_pipeline(self.model, random=True, **more)
 
     def run(self, pipe: Any) -> Row:
-        """Make a picture in two steps; say what it took, or that it ran out of memory."""
+        """Make a picture in two steps. Return its reserved memory, or the out-of-memory message."""
         if not self.small:
             torch.cuda.reset_peak_memory_stats()
         try:

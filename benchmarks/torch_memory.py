@@ -3,7 +3,7 @@
     python benchmarks/torch_memory.py [--cases sdxl:decode:1024x1024:bfloat16 ...] [--protocols cold warm]
         [--grid] [--engine] [--seconds N] [--profile] [--snapshots FOLDER]
 
-Each case and protocol is measured in a fresh process, since a process's history changes what is reserved. The processes
+Each case and protocol is measured in a fresh process, because earlier runs change reserved memory. The processes
 are forks of this one, which has imported PyTorch and not touched the GPU, so each costs seconds. `cold` is the first
 run of the process; `warm` is the mean of five runs after two warm-ups, as `vaemem.pytorch.measure` and the seed table
 have it. Without diffusers the same module in plain PyTorch (torch_vae.py) stands in, and the column `versions` says so.

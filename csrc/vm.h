@@ -170,7 +170,7 @@ struct vm_model;
 vm_status vm_passes_build(struct vm_model *model, vm_op op, bool video);
 /* Returns: whether images are videos of a frame: LTX's, and on a GPU, where filters are stored for one of the two. */
 bool vm_passes_are_of_videos(const struct vm_model *model);
-/* Returns: the passes that encode or decode videos with so many frames. */
+/* Returns: the passes that encode or decode videos of this many frames. */
 const vm_graph *vm_passes_of(const struct vm_model *model, vm_op op, size_t frames);
 /* Returns: FLOPs; a multiply-add counts as two. A 3x3 counts as a direct sum, though Winograd's way needs fewer; after
  * nearest 2x it counts as its four 2x2 filters. A move counts one per number of the larger tensor. */

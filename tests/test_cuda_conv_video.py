@@ -1,4 +1,4 @@
-"""The kernels of 3x3x3 convolutions of videos, run by the emulator (tests/emulator), beside float64.
+"""The kernels of 3x3x3 convolutions of videos, run by the emulator (tests/emulator) and compared with float64.
 
 Tolerances are those of test_cuda_own_conv.py's docstring, with K = 27 * channels.
 """
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cuda_kernels import (
     SILU,
+    SM_90,
     TYPES,
     UNIT,
     ConvArgs,
@@ -30,7 +31,7 @@ from cuda_kernels import (
 )
 
 ROWS, F32_NCHW, U8_NHWC = range(3)  # vm_format
-SM_90, H200 = 227 << 10, 132
+H200 = 132  # multiprocessors
 TILES = [(16, 128, 1, 8), (16, 96, 1, 8), (16, 16, 1)]
 every_dtype = pytest.mark.parametrize("dtype", ["f16", "bf16"])
 every_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: "{}x{}_{}".format(*t))
@@ -108,7 +109,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def conv(kernels):
-    """Runs a case by a tile: rows [first, end) of y, x's, y's and the residual in rings of so many rows."""
+    """Runs a case by a tile. made: the rows of y to compute. rings: rows of those of x, y and the residual; 0: none."""
 
     def run(case, tile, *, made=None, rings=(0, 0, 0), wider=0, grid=3, seed=1):
         if len(tile) > 3 and cuda_driver.driver() and cuda_driver.driver().target != "sm_90":
@@ -208,7 +209,7 @@ def test_nothing_fused(conv, dtype, tile):
 @every_tile
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_rings(conv, dtype, tile, mirrored):
-    """Some rows, whose input, output and residual lie in rings, have the bits that they have in the whole."""
+    """Rows that are computed in parts, in rings, have the same bits as the whole."""
     case = Case(dtype, (7, 3, 18), 32, outs(tile, 24, 120)[0], norm=True, add=True, mirrored=mirrored)
     whole = conv(case, tile)
     check(case, whole)

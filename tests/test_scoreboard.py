@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import scoreboard
 import scoreboard_page
 from measurements import clean
-from measurements.vocabulary import Measurement, parse, read_rows, read_sources
+from measurements.vocabulary import SOURCE_COLUMNS, Measurement, parse, read_rows, read_sources
 from scoreboard import Answer, Estimator, ask, score, wrong_cards
 
 from vaemem.tables.contribution import CONTRIBUTED as COLUMNS
@@ -139,8 +139,9 @@ def test_a_sheets_words_become_the_vocabularys():
 def test_sheets_are_written_once(tmp_path, monkeypatch, capsys):
     """A value that two sheets have is one row; so is one that differs by its rounding."""
     monkeypatch.setattr(clean, "own_rows", lambda: iter(()))
-    for name in ("words.csv",):
-        (tmp_path / name).write_text((clean.HERE / name).read_text())
+    (tmp_path / "words.csv").write_text((clean.HERE / "words.csv").read_text())
+    (tmp_path / "rows.csv").write_text(",".join(COLUMNS) + "\n")
+    (tmp_path / "sources.csv").write_text(",".join(SOURCE_COLUMNS) + "\n")
     monkeypatch.setattr(clean, "HERE", tmp_path)
     clean.words.cache_clear()
     with open(tmp_path / "sheet.csv", "w", newline="") as file:
@@ -152,7 +153,21 @@ def test_sheets_are_written_once(tmp_path, monkeypatch, capsys):
     assert clean.main([str(tmp_path / "sheet.csv")]) == 0
     assert capsys.readouterr().out == "2 rows of 1 sources, 1 lines refused, 0 bounds left out\n"
     assert [row.bytes for row in read_rows(tmp_path)] == [1000 << 20, 1100 << 20]
+    first = [(tmp_path / name).read_text() for name in ("rows.csv", "sources.csv")]
+    for again in ([], [str(tmp_path / "sheet.csv")]):  # the rows that are there stay
+        clean.main(again)
+        assert [(tmp_path / name).read_text() for name in ("rows.csv", "sources.csv")] == first
     clean.words.cache_clear()
+
+
+def test_the_rows_are_those_that_the_script_writes(tmp_path, monkeypatch):
+    """The seed table's, those of our runs, and the others as they are."""
+    for name in ("rows.csv", "sources.csv"):
+        (tmp_path / name).write_text((clean.HERE / name).read_text())
+    monkeypatch.setattr(clean, "HERE", tmp_path)
+    clean.main([])
+    for name in ("rows.csv", "sources.csv"):
+        assert (tmp_path / name).read_text() == (ROOT / "benchmarks" / "measurements" / name).read_text()
 
 
 @pytest.mark.parametrize(

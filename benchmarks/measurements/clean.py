@@ -1,12 +1,12 @@
 """Turn sheets of collected measurements into rows of the fixed vocabulary: rows.csv and sources.csv.
 
-    python -m measurements.clean SHEET ...          (in benchmarks; rewrites both files)
+    python -m measurements.clean [SHEET ...]          (in benchmarks; rewrites both files)
 
-The seed table and the runs in benchmarks/results come first. A sheet is a CSV that somebody typed while reading, with
-these columns: source, program, versions, model, op, phase, height, width, batch, frames, tokens, steps, dtype,
-components, card, offload, tile, metric, value_mib, doubtful, note, license. Its words are free. Here each becomes one
-of vocabulary.py's, as words.csv says; a line whose words are unknown is refused. A value without a public source goes,
-and so does one that another line has.
+The seed table and the runs in benchmarks/results come first, then the rows that are there, then those of sheets. A
+sheet is a CSV that somebody typed while reading, with these columns: source, program, versions, model, op, phase,
+height, width, batch, frames, tokens, steps, dtype, components, card, offload, tile, metric, value_mib, doubtful, note,
+license. Its words are free. Here each becomes one of vocabulary.py's, as words.csv says; a line whose words are unknown
+is refused. A value without a public source goes, and so does one that another line has.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import functools
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import vaemem
-from measurements.vocabulary import HERE, SOURCE_COLUMNS, parse
+from measurements.vocabulary import HERE, SOURCE_COLUMNS, parse, read_sources
 from vaemem.prediction.gpus import find_gpu
 from vaemem.tables.contribution import CONTRIBUTED as COLUMNS
 
-SEEN = "2026-11"
 Words = list[tuple[str, str]]
 NOBODY = r"^(|not named|unknown|any|various|cpu|cuda gpu|ci gpu|amd rocm|intel|\d+ gb gpu|m-series.*|apple silicon)$"
 RESULTS = HERE.parent / "results"
@@ -175,6 +176,11 @@ def clean(line: dict[str, str]) -> dict[str, str] | None:
     }  # fmt: skip
 
 
+def _read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def own_rows() -> Iterator[dict[str, str]]:
     """Rows of the seed table and of our own runs on borrowed cards."""
     empty = dict.fromkeys(COLUMNS, "")
@@ -190,7 +196,7 @@ def own_rows() -> Iterator[dict[str, str]]:
             yield {**empty, **same, "source": "vaemem/data/seed_table.csv", "way": "", "batch": "1", "phase": "",
                    "counter": f"{counter} above", "bytes": str(row[f"{counter}_bytes"])}  # fmt: skip
     for path in sorted(RESULTS.glob("torch_memory_*.csv")):
-        for line in csv.DictReader(path.open(newline="", encoding="utf-8")):
+        for line in _read(path):
             same = {name: line[name] for name in line if name in empty}
             for counter in ("allocated", "reserved"):
                 if line[f"measured_{counter}_bytes"]:
@@ -198,7 +204,7 @@ def own_rows() -> Iterator[dict[str, str]]:
                            "settings": "cold" if line["protocol"] == "cold" else "", "counter": f"{counter} above",
                            "bytes": line[f"measured_{counter}_bytes"]}  # fmt: skip
     for path in sorted(RESULTS.glob("pipelines_nvidia_*.csv")):
-        for line in csv.DictReader(path.open(newline="", encoding="utf-8")):
+        for line in _read(path):
             if line["call"] != "first" or line["kind"] not in ("text", "image") or line["lora"] != "0":
                 continue
             stored = json.loads(line["components"]) if line["components"] else {}
@@ -221,14 +227,23 @@ def lines_of(paths: list[str]) -> Iterator[tuple[str, int, dict[str, str]]]:
                 yield path, number, {name: (value or "").strip() for name, value in line.items() if name}
 
 
+def _run_of(row: dict[str, str]) -> tuple[str, ...]:
+    """Return the cells by which two people mean one run and one counter."""
+    return tuple(
+        row[name] for name in COLUMNS if name not in ("note", "doubtful", "settings", "bytes", "steps", "frames")
+    )
+
+
 def main(paths: list[str]) -> int:
-    rows: dict[int, dict[str, str]] = {}
+    known = read_sources(HERE)
+    rows = {tuple(one.values()): one for one in own_rows()}  # the seed table has some twice
     same: dict[tuple[str, ...], list[int]] = {}
-    licenses: dict[str, str] = {}
+    licenses = {name: source["license"] for name, source in known.items()}
     refused = bounds = 0
-    for own in {tuple(one.values()): one for one in own_rows()}.values():  # the seed table has some twice
-        parse(own)
-        rows[len(rows)] = own
+    for one in _read(HERE / "rows.csv"):
+        if not known[one["source"]]["learned"]:
+            same.setdefault(_run_of(one), []).append(int(one["bytes"]))
+            rows[tuple(one.values())] = one
     for path, number, line in lines_of(paths):
         try:
             row = clean(line)
@@ -240,14 +255,11 @@ def main(paths: list[str]) -> int:
             print(f"{path}, line {number}: {wrong}", file=sys.stderr)
             refused += 1
             continue
-        key = tuple(
-            row[name] for name in COLUMNS if name not in ("note", "doubtful", "settings", "bytes", "steps", "frames")
-        )
-        alike = same.setdefault(key, [])
+        alike = same.setdefault(_run_of(row), [])
         if any(abs(int(row["bytes"]) / other - 1) < ROUNDING for other in alike):
             continue  # typed twice
         alike.append(int(row["bytes"]))
-        rows[len(rows)] = row
+        rows[tuple(row.values())] = row
         if line.get("license"):
             licenses[row["source"]] = line["license"]
     with open(HERE / "rows.csv", "w", newline="", encoding="utf-8") as file:
@@ -261,7 +273,8 @@ def main(paths: list[str]) -> int:
             is_own = source.startswith(("vaemem/", "benchmarks/"))
             publisher = OWN if is_own else re.split("[/:]", source.removeprefix("hf:"))[0]
             address = source if is_own else address_of(source)
-            out.writerow([source, publisher, address, licenses.get(source, ""), SEEN, "learned" if is_own else ""])
+            seen = known[source]["seen"] if source in known else time.strftime("%Y-%m")
+            out.writerow([source, publisher, address, licenses.get(source, ""), seen, "learned" if is_own else ""])
     print(f"{len(rows)} rows of {len({row['source'] for row in rows.values()})} sources, {refused} lines refused, "
           f"{bounds} bounds left out")  # fmt: skip
     return 0

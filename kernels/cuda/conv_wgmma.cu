@@ -12,7 +12,7 @@
  *   filter   [8 planes][outs][8 channels]      and rows 288: no other copy is made of them
  *
  * A video's 3x3x3 convolution has pictures of frames and columns, and the channels of three rows. With 96 channels they
- * are four and a half chunks: only the channels that there are get multiplied. */
+ * are four and a half chunks: half of the last one is not multiplied. */
 #include "conv_tile.h"
 
 #ifdef VM_HAS_WGMMA

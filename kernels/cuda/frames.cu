@@ -5,7 +5,7 @@
  * neighbouring vectors, then neighbouring columns. */
 #include "pixels.h"
 
-/* Vector i of a tensor [..][c][b][a][vectors]: its vector, then its places in a, b, c and in what is before them. */
+/* Where vector i of a tensor [d][c][b][a][vectors] lies: the vector, and at: the places in a, b, c and d. */
 struct vm_index {
     uint32_t vector, at[4];
 };
