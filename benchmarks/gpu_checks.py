@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
 
 import numpy as np
 from common import append_row, median
@@ -143,7 +144,13 @@ def videos(args: argparse.Namespace) -> bool:
             )
             shape = latents_of(vae.arch, f"{height}x{width}", frames)
             z = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-            row = {"model": model, "height": height, "width": width, "frames": frames, "dtype": args.dtype}
+            row: dict[str, Any] = {
+                "model": model,
+                "height": height,
+                "width": width,
+                "frames": frames,
+                "dtype": args.dtype,
+            }
             if is_small:
                 want = make(model, "float32").decode(z).astype(np.float64) if want is None else want
                 error = float(np.linalg.norm(vae.decode(z) - want) / np.linalg.norm(want))
@@ -159,10 +166,9 @@ def videos(args: argparse.Namespace) -> bool:
     return right
 
 
-def time_video(vae: vaemem.VAE, z: np.ndarray, row: dict[str, object], convolution: str, times: int) -> None:
+def time_video(vae: vaemem.VAE, z: np.ndarray, row: dict[str, Any], convolution: str, times: int) -> None:
     """Reports times and memory without a limit and, with our own convolution, of the smallest plan."""
-    height, width = int(str(row["height"])), int(str(row["width"]))
-    least = vae.smallest("decode", height, width, frames=int(str(row["frames"])), output_type="uint8")
+    least = vae.smallest("decode", row["height"], row["width"], frames=row["frames"], output_type="uint8")
     for limit in (None, least) if convolution == "own" else (None,):
         taken = []
         for _ in range(max(times // 2, 1)):
@@ -176,7 +182,7 @@ def time_video(vae: vaemem.VAE, z: np.ndarray, row: dict[str, object], convoluti
         )  # fmt: skip
 
 
-def their_video(row: dict[str, object], shape: tuple[int, ...]) -> None:
+def their_video(row: dict[str, Any], shape: tuple[int, ...]) -> None:
     """Times diffusers' decode of the same video, and reports what PyTorch's counters say."""
     import torch
     from videos import MODELS, module_of

@@ -258,7 +258,7 @@ def _of_constant(name: str, row: Measurement) -> Answer | None:
 
 
 def _shipped(name: str) -> str:
-    return ESTIMATORS[name].source.partition(",")[0]
+    return ESTIMATORS[name].source.partition(" (")[0]
 
 
 BOARD = (

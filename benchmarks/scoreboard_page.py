@@ -172,6 +172,10 @@ Errors above {percent(LARGE)}, of all {counts["scored"]} rows:
 
 {score_table(every)}
 
+## The estimators
+
+{table(("estimator", "what it gets, or whose it is"), [(s.name, s.source) for s in unseen])}
+
 There are {counts["all"]} rows of {counts["sources"]} sources by {counts["publishers"]} publishers.
 {counts["doubtful"]} are doubtful, and are not scored. `benchmarks/results/scoreboard.csv` has the errors by source.
 """

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from engine import config
 
 from vaemem import replay
+from vaemem.__main__ import main
 from vaemem.prediction.benchmark import benchmark
 from vaemem.prediction.job import Job
 from vaemem.prediction.predict import predict
@@ -398,3 +399,55 @@ def test_the_gpu_agrees_with_the_prediction(gpu):
         pytest.skip("the workspaces of this GPU and cuDNN are not recorded")
     # Half of one per cent: what a process did before (other tests) moves small blocks.
     assert abs(said.allocated / row["allocated_bytes"] - 1) < 0.005
+
+
+# ---- next to the prediction, and on the command line ----
+
+
+def predicted_row(allocated: float, reserved: float, **more) -> dict:
+    """A row of a run on an RTX 4090 that takes these shares of its prediction."""
+    asked = {"torch_version": "2.7.1+cu128", "cudnn_version": "9.7.1", "gpu": "NVIDIA GeForce RTX 4090"}
+    made = predict("sdxl", "decode", 512, 512, "float16", 1, **asked)
+    return {
+        "model": "sdxl", "op": "decode", "height": 512, "width": 512, "dtype": "float16", "batch": 1, "tile": None,
+        "device": asked["gpu"], "versions": "torch 2.7.1+cu128, cudnn 9.7.1, diffusers 0.42.1",
+        "allocated_bytes": int(made.allocated * allocated), "reserved_bytes": int(made.reserved * reserved),
+    } | more  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shares, said, unsaid",
+    [
+        ((1, 1), "allocated +0.0%, reserved", "differ"),
+        ((1.019, 1.019), "allocated +1.9%", "differ"),
+        ((1, 1.5), "tensors agree; cuDNN's workspaces or the allocator's segments differ", "tensors differ"),
+        ((0.9, 1), "tensors differ (the prediction's largest at its peak: decoder.", "agree"),
+    ],
+)
+def test_a_run_that_contradicts_its_prediction_says_where(shares, said, unsaid):
+    got = measuring.against_prediction(predicted_row(*shares))
+    assert said in got and unsaid not in got
+
+
+def test_a_run_without_a_prediction():
+    assert measuring.against_prediction({"device": "cpu"}) == ""
+    assert measuring.against_prediction(predicted_row(1, 1, device="Nobody's card")).startswith("not predicted: gpu: ")
+
+
+def test_a_vaes_run_on_the_command_line(path, tmp_path, monkeypatch, capsys):
+    """On a CPU: a table and a file; what is a pipeline's or a GPU's is refused; memory that runs out is one line."""
+    cpu_meter_or_skip()
+    pytest.importorskip("diffusers")
+    run = ["measure", str(path), "decode", "64"]
+    assert main([*run, "-o", str(tmp_path / "run.csv")]) == 0
+    assert "decode" in capsys.readouterr().out and "64" in (tmp_path / "run.csv").read_text()
+    for more, argument in ((["--steps", "2"], "steps"), (["--contribute"], "contribute")):
+        assert main([*run, *more]) == 2
+        assert f"--{argument}: " in capsys.readouterr().err
+
+    def runs_out(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr("vaemem.pytorch.measure", runs_out)
+    assert main(run) == 1
+    assert capsys.readouterr().err == "vaemem measure: it runs out of memory: CUDA out of memory.\n"
