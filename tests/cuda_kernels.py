@@ -22,8 +22,10 @@ TYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dt
 UNIT = {"f32": E, "f16": 2.0**-11, "bf16": 2.0**-8, "u8": 0}
 SILU = {"f32": 0, "f16": 0, "bf16": 2.0**-12}  # the error of a bfloat16's SiLU, by the size of its argument (pixels.h)
 LEAST = {"f32": 1e-36, "f16": 2.0**-25, "bf16": 1e-36, "u8": 0}
-FORMATS = {"rows": 0, "f32": 1, "u8": 2, "f16": 3, "bf16": 4}  # vm_format
+ROWS, F32_NCHW, U8_NHWC, F16_NCHW, BF16_NCHW = range(5)  # vm_format
+FORMATS = {"rows": ROWS, "f32": F32_NCHW, "u8": U8_NHWC, "f16": F16_NCHW, "bf16": BF16_NCHW}
 BLOCK, THREADS, LANES, MERGE_BLOCKS = 16, 256, 64, 4
+H200 = 132  # multiprocessors
 SM_75, SM_80, SM_86, SM_90 = 64 << 10, 163 << 10, 99 << 10, 227 << 10  # what a block may have of shared memory there
 every_type = pytest.mark.parametrize("dtype", TYPES)
 every_format = pytest.mark.parametrize("format_", [f for f in FORMATS if f != "rows"])

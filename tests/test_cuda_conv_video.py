@@ -11,9 +11,13 @@ import cuda_driver
 import numpy as np
 import pytest
 from cuda_kernels import (
+    F32_NCHW,
+    H200,
+    ROWS,
     SILU,
     SM_90,
     TYPES,
+    U8_NHWC,
     UNIT,
     ConvArgs,
     E,
@@ -30,8 +34,6 @@ from cuda_kernels import (
     untouched,
 )
 
-ROWS, F32_NCHW, U8_NHWC = range(3)  # vm_format
-H200 = 132  # multiprocessors
 TILES = [(16, 128, 1, 8), (16, 96, 1, 8), (16, 16, 1)]
 every_dtype = pytest.mark.parametrize("dtype", ["f16", "bf16"])
 every_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: "{}x{}_{}".format(*t))

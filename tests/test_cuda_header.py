@@ -4,10 +4,22 @@ import ctypes
 import itertools
 
 import pytest
-from cuda_kernels import ARGS, SM_75, SM_80, SM_86, SM_90, ConvArgs, conv_tiles, header, number
+from cuda_kernels import (
+    ARGS,
+    F32_NCHW,
+    H200,
+    ROWS,
+    SM_75,
+    SM_80,
+    SM_86,
+    SM_90,
+    U8_NHWC,
+    ConvArgs,
+    conv_tiles,
+    header,
+    number,
+)
 
-H200 = 132  # multiprocessors
-ROWS, F32_NCHW, U8_NHWC = range(3)  # vm_format
 NARROW = (16, 16, 1)  # the tile that knows the user's pixels
 
 

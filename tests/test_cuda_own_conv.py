@@ -22,9 +22,14 @@ import numpy as np
 import pytest
 from cases import CONVS, small
 from cuda_kernels import (
+    BF16_NCHW,
+    F16_NCHW,
+    F32_NCHW,
+    ROWS,
     SILU,
     SM_90,
     TYPES,
+    U8_NHWC,
     UNIT,
     ConvArgs,
     E,
@@ -42,7 +47,6 @@ from cuda_kernels import (
     untouched,
 )
 
-ROWS, F32_NCHW, U8_NHWC, F16_NCHW, BF16_NCHW = range(5)  # vm_format
 FLAT = (4, 256, 1)  # of 1x1 filters alone
 WGMMA = [(16, 128, 1, 8), (16, 96, 1, 8)]  # conv_wgmma.cu's, which measure 8 rows at a time
 TILES = [
