@@ -18,7 +18,7 @@ from typing import Any
 from record_rows import FOLDER
 
 from vaemem.pipelines.components import PIPELINES
-from vaemem.prediction.recordings import SUFFIX
+from vaemem.prediction.recording_files import SUFFIX
 
 WORKFLOWS, COMFYUI = FOLDER.parent / "workflows", "comfyui/"
 

@@ -16,8 +16,8 @@ from common import write_csv
 
 import vaemem
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.pipeline_request import OFFLOADS
-from vaemem.prediction.lines import GRID_SIDES
+from vaemem.pipelines.offload_kinds import OFFLOADS
+from vaemem.prediction.peak_equations import GRID_SIDES
 
 VAES = [("sd15", "encode"), ("sd15", "decode"), ("sdxl", "encode"), ("sdxl", "decode"), ("sdxl", "decode_tiled")]
 

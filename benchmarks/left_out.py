@@ -21,7 +21,7 @@ from unittest import mock
 
 from vaemem.prediction import profiles, workspace
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.predict import predict
+from vaemem.prediction.predict_vae import predict
 
 SIZES = ((256, 256), (512, 512), (768, 768), (832, 1216), (1024, 1024), (1536, 1536), (2048, 2048))
 CASES = list(itertools.product(("sdxl", "flux"), ("encode", "decode"), ("float16", "float32"), SIZES))

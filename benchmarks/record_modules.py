@@ -1,4 +1,4 @@
-"""Records the components of pipelines for vaemem/data/modules, as vaemem/pipelines/programs.py replays them.
+"""Records the components of pipelines for vaemem/data/modules, as vaemem/pipelines/recorded_modules.py replays them.
 
     python benchmarks/record_modules.py [NAME ...]      # without names: all
 
@@ -20,7 +20,7 @@ import torch
 from modules import MODULES, Module, make
 
 from vaemem._common import grouped
-from vaemem.pipelines.programs import Recorded
+from vaemem.pipelines.recorded_modules import Recorded
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch.fitting import PolynomialFit, evaluate
 from vaemem.pytorch.module_writer import ScriptRecorder, Writer, settle, versions_of, weights_text
@@ -48,7 +48,7 @@ def record_at(
 
 
 def weights(module: Module) -> list[str]:
-    """The module's tensors, one text a distinct submodule, as programs.py reads them."""
+    """The module's tensors, one text a distinct submodule, as recorded_modules.py reads them."""
     dtype, other = module.dtypes[0], module.dtypes[min(1, len(module.dtypes) - 1)]
     built, again = make(module, dtype), make(module, other)
     pairs = zip(built.parameters(), again.parameters(), strict=True)

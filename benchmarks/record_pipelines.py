@@ -1,4 +1,4 @@
-"""Record the texts of pipelines for vaemem/data/pipelines, as vaemem/pipelines/text.py plays them.
+"""Record the texts of pipelines for vaemem/data/pipelines, as vaemem/pipelines/pipeline_text.py plays them.
 
     python benchmarks/record_pipelines.py [NAME ...]        # without names: all
 
@@ -23,8 +23,8 @@ from modules import MODULES
 from vaemem._common import ELEMENT_BYTES
 from vaemem.pipelines.components import PIPELINES, Pipeline, is_vae
 from vaemem.pipelines.pipeline_request import text_name, variables_of
-from vaemem.pipelines.programs import load_program
-from vaemem.pipelines.text import PipelineText, load_text
+from vaemem.pipelines.pipeline_text import PipelineText, load_text
+from vaemem.pipelines.recorded_modules import load_program
 from vaemem.prediction.request import find_card
 from vaemem.pytorch.loading import WORD, build_pipeline
 from vaemem.pytorch.module_writer import versions_of

@@ -32,7 +32,7 @@ from ask_cudnn import Cudnn
 
 from vaemem import _core
 from vaemem.engine.cudnn_path import find_cudnn
-from vaemem.pipelines import programs
+from vaemem.pipelines import recorded_modules
 from vaemem.prediction import profiles
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 
@@ -172,10 +172,10 @@ def of_walks(*models: str) -> dict[Shape, set[int]]:
 def _of_unets() -> dict[Shape, set[int]]:
     found: dict[Shape, set[int]] = collections.defaultdict(set)
     side = 2048
-    for name in programs.recorded():
+    for name in recorded_modules.recorded():
         if name.endswith("-unet"):
             sizes = {"n": 1, "h": side // 8, "w": side // 8, "t": 77}
-            trace = programs.load_program(name).trace("float16", find_gpu("RTX 4090"), **sizes)
+            trace = recorded_modules.load_program(name).trace("float16", find_gpu("RTX 4090"), **sizes)
             for _, _, c, h, _, k, r, stride, padding, _ in trace.convs:
                 found[c, k, r, stride, padding].add((side // h).bit_length() - 1)
     return found

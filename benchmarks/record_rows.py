@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from vaemem.pipelines.components import Pipeline, pipeline_of
-from vaemem.pipelines.programs import Recorded
-from vaemem.prediction.recordings import PIPELINE_FOLDER, SUFFIX
+from vaemem.pipelines.recorded_modules import Recorded
+from vaemem.prediction.recording_files import PIPELINE_FOLDER, SUFFIX
 
 DATA = Path(__file__).parent.parent / "vaemem" / "data"
 FOLDER, FACTS = DATA / "pipelines", DATA / "pipelines.json"

@@ -19,8 +19,8 @@ from comfyui_workflow import FOLDER, Workflow, read_row
 from record_rows import kept_facts
 
 from vaemem.pipelines.components import pipeline_of
-from vaemem.pipelines.programs import Recorded
-from vaemem.prediction.recordings import SUFFIX, WORKFLOW_FOLDER
+from vaemem.pipelines.recorded_modules import Recorded
+from vaemem.prediction.recording_files import SUFFIX, WORKFLOW_FOLDER
 
 FACTS = FOLDER.with_suffix(".json")
 MOST_FRAMES = 64  # of latents, for which the estimate of a decode is listed

@@ -33,9 +33,9 @@ from common import commit, write_csv
 
 from vaemem.engine.vae import VAE
 from vaemem.prediction.benchmark import SEED_TABLE, Protocol, benchmark
-from vaemem.prediction.job import Job
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.vae_job import Job
 from vaemem.prediction.workspace import Workspace
 from vaemem.pytorch import measure
 from vaemem.tables.table import as_ran, seed_table

@@ -8,10 +8,10 @@ from importlib import resources
 import pytest
 from errors import refused
 
-import vaemem.prediction.closed as derivation
+import vaemem.prediction.closed_form as derivation
 from vaemem.prediction.formula import formula
 from vaemem.prediction.laws import symbols_at, value_of
-from vaemem.prediction.predict import predict
+from vaemem.prediction.predict_vae import predict
 
 pytestmark = pytest.mark.python
 

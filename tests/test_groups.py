@@ -35,14 +35,14 @@ from vaemem import _core, plan_pipeline, predict_pipeline
 from vaemem._script import write_script, write_steps
 from vaemem.pipelines import pipeline_parts
 from vaemem.pipelines.components import PIPELINES, weights_of
-from vaemem.pipelines.group_offload import GroupOffload
+from vaemem.pipelines.offload_kinds import GroupOffload
 from vaemem.pipelines.pipeline_parts import Part, parts_of
-from vaemem.pipelines.programs import Weight
 from vaemem.pipelines.recipe import casting_steps, placing_steps
+from vaemem.pipelines.recorded_modules import Weight
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.held import arch_key
-from vaemem.prediction.passing import VAE_BLOCKS, block_groups, leaf_groups, pass_vae, tie
+from vaemem.prediction.held_tensors import arch_key
+from vaemem.prediction.offloaded_weights import VAE_BLOCKS, block_groups, leaf_groups, pass_vae, tie
 
 STREAM = torch.cpu.Stream()  # with one method more: nothing overlaps on a CPU
 STREAM.synchronize = lambda: None

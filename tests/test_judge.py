@@ -9,7 +9,7 @@ import pytest
 from errors import refused
 
 from vaemem import _core, predict
-from vaemem.prediction.planned import Phase
+from vaemem.prediction.phases import Phase
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
 from vaemem.prediction.verdict import SPILLS, Verdict, judge_phases
 

@@ -9,10 +9,10 @@ import pytest
 from errors import refused
 
 from vaemem import formula, predict, predict_pipeline
-from vaemem.prediction.closed import PlayedPeak
+from vaemem.prediction.closed_form import PlayedPeak
 from vaemem.prediction.formula import Formula
 from vaemem.prediction.laws import least_above
-from vaemem.prediction.lines import RAISED, Grid, PhaseLine, Point, _uncovered
+from vaemem.prediction.peak_equations import RAISED, Grid, PhaseLine, Point, _uncovered
 
 pytestmark = pytest.mark.python
 

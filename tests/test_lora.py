@@ -14,7 +14,7 @@ from traces import lifetimes
 from vaemem import plan_pipeline, predict_pipeline
 from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.pipelines.lora import Lora
-from vaemem.pipelines.programs import Recorded
+from vaemem.pipelines.recorded_modules import Recorded
 from vaemem.prediction.gpus import find_gpu
 
 pytestmark = [pytest.mark.core, pytest.mark.python]

@@ -17,10 +17,10 @@ from engine import config
 from vaemem import replay
 from vaemem.__main__ import main
 from vaemem.prediction.benchmark import benchmark
-from vaemem.prediction.job import Job
-from vaemem.prediction.predict import predict
+from vaemem.prediction.predict_vae import predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.vae_job import Job
 from vaemem.pytorch import measure, measuring
 from vaemem.pytorch.measuring import CpuMeter, CudaMeter
 

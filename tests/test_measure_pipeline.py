@@ -28,7 +28,7 @@ import vaemem.pytorch
 from vaemem import SimulatedProcess, Table, compare, predict, predict_pipeline
 from vaemem.__main__ import main
 from vaemem.pipelines.components import CLIPS, PIPELINES
-from vaemem.pipelines.group_offload import GroupOffload
+from vaemem.pipelines.offload_kinds import GroupOffload
 from vaemem.prediction.request import Software, find_card
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch import (

@@ -16,7 +16,7 @@ from vaemem.out_of_memory import clues, kinds, messages
 from vaemem.out_of_memory.parts import A_VAE, ATTENTIONS
 from vaemem.out_of_memory.sizes import list_sizes, rank_of
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.pipeline_run import PipelineRun
+from vaemem.pipelines.diffusers_run import PipelineRun
 from vaemem.prediction.runtimes import architecture
 from vaemem.sdcpp.graphs import graph
 

@@ -16,11 +16,11 @@ import pytest
 from errors import refused
 
 from vaemem import OutOfMemoryError, _core, formula, plan_pipeline, predict, predict_pipeline, predict_sweep
-from vaemem.pipelines import pipeline_run, programs
+from vaemem.pipelines import diffusers_run, recorded_modules
 from vaemem.pipelines.components import PIPELINES, is_vae, weights_of
-from vaemem.pipelines.phased import read_phases
+from vaemem.pipelines.phased_answer import read_phases
 from vaemem.pipelines.storage import tensor_bytes
-from vaemem.prediction.lines import Point
+from vaemem.prediction.peak_equations import Point
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import FIRST
 from vaemem.prediction.verdict import GUESSES, NO_ROOM
@@ -337,7 +337,7 @@ def test_a_repeated_run_is_what_one_of_its_own_is(offload):
     """On devices of every size: what the core repeats is what the pipeline's code plays there."""
     p = predict_pipeline("sdxl", 768, 512, gpu="RTX 3060", offload=offload)
     for card in (*range(p.least // 2, p.peak, (p.peak - p.least // 2) // 6), p.least, p.least - 2 * MIB, p.peak):
-        run = pipeline_run.PipelineRun(p.request, p.request.start(p._process.workspace, total_memory=card))
+        run = diffusers_run.PipelineRun(p.request, p.request.start(p._process.workspace, total_memory=card))
         full = None
         try:
             run.play()
@@ -390,7 +390,7 @@ def test_bad_questions(wrong, match):
 @pytest.mark.parametrize("name", PIPELINES)
 def test_every_pipelines_parts_were_recorded(name):
     for part in PIPELINES[name].parts.values():
-        assert part in (*_core.models(), "wan2.1") or is_vae(part) or programs.load_program(part).weights
+        assert part in (*_core.models(), "wan2.1") or is_vae(part) or recorded_modules.load_program(part).weights
 
 
 @pytest.mark.parametrize("gpu", ["T4", "V100", "RTX 2080 Ti"])
@@ -795,7 +795,7 @@ def test_a_files_own_types(tmp_path):
         return tmp_path / name
 
     packed, plain = "Q8_0", "F32"
-    weights = [weight for weight in programs.load_program("sd15-unet").weights if weight.dtype == "run"]
+    weights = [weight for weight in recorded_modules.load_program("sd15-unet").weights if weight.dtype == "run"]
     kinds = [packed if len(weight.shape) == 2 else plain for weight in weights]
     file = write("unet.gguf", zip(weights, kinds, strict=True))
     part = predict_pipeline("sd15", 512, 512, components={"unet": file}).parts["unet"]
@@ -812,7 +812,7 @@ def test_a_files_own_types(tmp_path):
     few = write("few.gguf", [(weights[0], plain)])
     with refused("components['unet']", names=["859520964"]):
         predict_pipeline("sd15", 512, 512, components={"unet": few})
-    clip = [weight for weight in programs.load_program("clip-l").weights if weight.dtype == "run"]
+    clip = [weight for weight in recorded_modules.load_program("clip-l").weights if weight.dtype == "run"]
     text = write("clip.gguf", [(weight, packed if len(weight.shape) == 2 else plain) for weight in clip])
     with refused("components['text_encoder']", names=["clip.gguf"]):
         predict_pipeline("sd15", 512, 512, components={"text_encoder": text})

@@ -17,7 +17,7 @@ from vaemem.__main__ import main
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.gpus import find_gpu, present_gpu
-from vaemem.prediction.planned import Phase, Way
+from vaemem.prediction.phases import Phase, Way
 from vaemem.prediction.process import Reading
 from vaemem.prediction.seconds import Machine, Rate, machine_of, vae_work
 from vaemem.sdcpp import running

@@ -34,13 +34,13 @@ from vaemem._render import in_gb, in_mib
 from vaemem.pipelines.by_mlx import weights_bytes
 from vaemem.prediction import profiles, workspace
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
+from vaemem.prediction.default_dtypes import held_by
 from vaemem.prediction.formula import formula
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.job import Job
-from vaemem.prediction.predict import Prediction, predict, shell_command
+from vaemem.prediction.predict_vae import Prediction, predict, shell_command
 from vaemem.prediction.process import ROUNDED_UP, SimulatedProcess
 from vaemem.prediction.request import VAEArguments
-from vaemem.prediction.usual import held_by
+from vaemem.prediction.vae_job import Job
 from vaemem.prediction.verdict import GUESSES, NO_ROOM
 from vaemem.prediction.workspace import Workspace
 
@@ -1154,7 +1154,7 @@ def test_a_search_for_a_batch_ends(monkeypatch):
             raise OverflowError("expected fewer steps")
         return Prediction(question)
 
-    monkeypatch.setattr("vaemem.prediction.predict.Prediction", no_more_than_100)
+    monkeypatch.setattr("vaemem.prediction.predict_vae.Prediction", no_more_than_100)
     with pytest.warns(RuntimeWarning, match="a batch of 100 fits, and larger ones were not tried"):
         assert largest_batch("sdxl", "decode", 64, 64, slicing=True) == 100
 
@@ -1183,7 +1183,7 @@ def test_the_largest_in_tiles_is_found_in_a_few_plays(monkeypatch):
         played.append((question.job.height, question.job.width))
         return Prediction(question)
 
-    monkeypatch.setattr("vaemem.prediction.predict.Prediction", play)
+    monkeypatch.setattr("vaemem.prediction.predict_vae.Prediction", play)
     asked = {"dtype": "float16", "gpu": "RTX 4060", "tile": 512, "safe": False}
     with pytest.warns(RuntimeWarning, match="5760x5760 fits, and larger images were not tried"):
         assert predict_largest("sdxl", "decode_tiled", **asked) == (5760, 5760)
@@ -1206,7 +1206,7 @@ def test_the_end_of_the_search_is_told(monkeypatch, capsys):
             raise OverflowError("expected fewer steps")
         return Prediction(question)
 
-    monkeypatch.setattr("vaemem.prediction.predict.Prediction", no_more_than_720)
+    monkeypatch.setattr("vaemem.prediction.predict_vae.Prediction", no_more_than_720)
     with pytest.warns(RuntimeWarning, match="720x720 fits, and larger images were not tried"):
         predict_largest("sdxl", "decode_tiled", "float16", tile=512, gpu="RTX 4060", safe=False)
 

@@ -9,7 +9,7 @@ from errors import refused
 from playing import Playing
 
 from vaemem import CachingAllocator, OutOfMemoryError, SimulatedProcess, _core
-from vaemem.prediction.held import Variables
+from vaemem.prediction.held_tensors import Variables
 
 pytestmark = [pytest.mark.core, pytest.mark.python]
 

@@ -13,9 +13,9 @@ from traces import lifetimes
 
 from vaemem import _core
 from vaemem._core import Program
-from vaemem.pipelines import programs
+from vaemem.pipelines import recorded_modules
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.passing import Passing
+from vaemem.prediction.offloaded_weights import Passing
 from vaemem.prediction.process import SimulatedProcess
 
 pytestmark = [pytest.mark.core, pytest.mark.python]
@@ -36,8 +36,10 @@ ALIKE = (
     "sdxl-controlnet",
     "sdxl-controlled-unet",
 )
-KINDS = [name for name in programs.recorded() if name not in ALIKE]
-OLDER = [name for name in programs.recorded() if programs.older(name, programs.LAST_OLDER) != name]
+KINDS = [name for name in recorded_modules.recorded() if name not in ALIKE]
+OLDER = [
+    name for name in recorded_modules.recorded() if recorded_modules.older(name, recorded_modules.LAST_OLDER) != name
+]
 RUNS = {"float16": "T4", "bfloat16": "RTX 4090", "float32": "H200"}  # attention runs otherwise on each
 
 
@@ -65,7 +67,7 @@ def peaks(trace, gpu):
 
 
 @pytest.mark.one_in(28)
-@pytest.mark.parametrize("name", programs.recorded())
+@pytest.mark.parametrize("name", recorded_modules.recorded())
 def test_the_replay_takes_the_steps_of_the_module(module, name):
     """At sizes that the fit has not seen, on GPUs whose attention differs: each step and its bytes, and the weights."""
     assert_replayed(name, module)
@@ -76,9 +78,9 @@ def test_the_replay_takes_the_steps_of_the_module(module, name):
 def test_the_replay_takes_the_steps_of_the_older_module(module, name):
     from torch_vaes import RELEASE
 
-    if RELEASE > programs.LAST_OLDER:
-        pytest.skip(f"before diffusers 0.{programs.LAST_OLDER + 1} (make check ONLY=older)")
-    assert_replayed(programs.older(name, RELEASE), module)
+    if RELEASE > recorded_modules.LAST_OLDER:
+        pytest.skip(f"before diffusers 0.{recorded_modules.LAST_OLDER + 1} (make check ONLY=older)")
+    assert_replayed(recorded_modules.older(name, RELEASE), module)
 
 
 def assert_replayed(name, module):
@@ -93,11 +95,13 @@ def assert_replayed(name, module):
         run = str(dtype).removeprefix("torch.")
         gpu = find_gpu(RUNS[run])
         fresh = record_at(module, sizes, dtype, Recorder(Recording(), gpu))
-        replayed = programs.load_program(name).trace(run, gpu, **sizes)
+        replayed = recorded_modules.load_program(name).trace(run, gpu, **sizes)
         assert settle(replayed.steps) == settle(fresh.trace.steps)
         assert replayed.convs == fresh.trace.convs
         assert peaks(replayed, gpu) == peaks(fresh.trace, gpu)
-        assert [(weight.name, weight.nbytes(run)) for weight in programs.load_program(name).weights] == fresh.weights
+        assert [
+            (weight.name, weight.nbytes(run)) for weight in recorded_modules.load_program(name).weights
+        ] == fresh.weights
 
 
 @pytest.mark.one_in(14)
@@ -110,7 +114,7 @@ def test_attention_by_the_math_path_takes_the_steps_of_the_module(module, name):
 
     from vaemem.pytorch.recorder import Recorder, Recording
 
-    gpu, program = find_gpu("T4"), programs.load_program(name)
+    gpu, program = find_gpu("T4"), recorded_modules.load_program(name)
     for n in {module.checks[0]["n"], 2}:
         sizes = {**module.checks[0], "n": n}
         fresh = record_at(module, sizes, torch.bfloat16, Recorder(Recording(), gpu)).trace
@@ -143,20 +147,20 @@ def test_parameters_are_as_many_as_published(name, parameters):
     """SD 3.5's numbers are the configs', because none was found. Buffers do not count: positions of CLIP, SD 3 and
     PixArt, frequencies of Qwen3 and Wan."""
     buffers = "position_ids", "inv_freq", "pos_embed.pos_embed", "mod_proj", "freqs_cos", "freqs_sin"
-    weights = [w for w in programs.load_program(name).weights if not w.name.endswith(buffers)]
+    weights = [w for w in recorded_modules.load_program(name).weights if not w.name.endswith(buffers)]
     assert sum(math.prod(weight.shape) for weight in weights) == parameters
 
 
 def test_a_case_that_was_not_recorded_is_refused():
     """Z-Image pads what is no multiple of 32, which takes other steps, and its batch is a list."""
-    module, gpu = programs.load_program("zimage-transformer"), find_gpu("RTX 4090")
+    module, gpu = recorded_modules.load_program("zimage-transformer"), find_gpu("RTX 4090")
     sizes = [{"n": 1, "h": side, "w": side, "t": t} for side in (128, 130) for t in (64, 65)]
     traces = [module.trace("bfloat16", gpu, **each) for each in sizes]
     assert len({tuple(kind for kind, *_ in trace.steps) for trace in traces}) == 4
     with refused("zimage-transformer"):
         module.trace("bfloat16", gpu, n=5, h=128, w=128, t=64)
     with refused("flux-transformer"):
-        programs.load_program("flux-transformer").trace("bfloat16", gpu, n=1, h=65, w=64, t=512)
+        recorded_modules.load_program("flux-transformer").trace("bfloat16", gpu, n=1, h=65, w=64, t=512)
 
 
 def test_equations_of_cases():
@@ -272,18 +276,18 @@ def test_a_wrong_fit_is_refused(modules):
 
 
 def test_other_sizes_are_refused():
-    module = programs.load_program("clip-l")
+    module = recorded_modules.load_program("clip-l")
     with refused("clip-l", "n"):
         module.trace("float16", find_gpu("T4"), n=1)
     with refused("dtype"):
         module.trace("float64", find_gpu("T4"), n=1, t=77)
     with refused("component"):
-        programs.load_program("clip-m")
+        recorded_modules.load_program("clip-m")
 
 
 def test_what_passes_through_lives_for_its_modules_call():
     """Weights that are sent for a submodule's call are there in it alone."""
-    module = programs.load_program("clip-l")
+    module = recorded_modules.load_program("clip-l")
     layer = "encoder.layers.3.mlp.fc1"
     plain = module.trace("float16", find_gpu("T4"), n=1, t=77).steps
     sent = module.trace("float16", find_gpu("T4"), [Passing(layer, layer, "weight", 1000, 0)], n=1, t=77).steps
@@ -310,8 +314,8 @@ def test_flops_are_those_that_pytorch_counts(module, name):
         built.to_empty(device="cpu")
         args, kwargs = module.call(module.checks[0], dtype)
         module.run(built, *args, **kwargs) if module.run else built(*args, **kwargs)
-    run, gpu = str(dtype).removeprefix("torch."), find_gpu(programs.ANY_GPU)
-    flops = programs.load_program(name).trace(run, gpu, **module.checks[0]).flops
+    run, gpu = str(dtype).removeprefix("torch."), find_gpu(recorded_modules.ANY_GPU)
+    flops = recorded_modules.load_program(name).trace(run, gpu, **module.checks[0]).flops
     assert flops == counter.get_total_flops()
 
 
@@ -346,6 +350,6 @@ def test_what_the_recorder_writes_is_replayed(modules, monkeypatch):
 def test_files_are_as_the_recorder_writes_them(modules):
     from record_modules import layout
 
-    for name in programs.recorded():
+    for name in recorded_modules.recorded():
         text = (BENCHMARKS.parent / "vaemem" / "data" / "modules" / f"{name}.json").read_text("utf-8")
         assert text == layout(json.loads(text)) + "\n"

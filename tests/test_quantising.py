@@ -17,8 +17,8 @@ from vaemem._core import Program
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_parts import Part, parts_of
-from vaemem.pipelines.programs import Weight, load_program
 from vaemem.pipelines.quantising import SCHEMES, SIXTEEN_BITS, UNPACKING, LinearLayer, layer_working
+from vaemem.pipelines.recorded_modules import Weight, load_program
 from vaemem.pipelines.storage import Stored, loaded, rule_of, stored, tensor_bytes
 
 wants_torchao = pytest.mark.skipif(

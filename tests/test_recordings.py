@@ -16,8 +16,8 @@ from errors import refused
 import vaemem
 from vaemem import FileError, predict_pipeline
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.text import load_text
-from vaemem.prediction.recordings import component_of, read_recording
+from vaemem.pipelines.pipeline_text import load_text
+from vaemem.prediction.recording_files import component_of, read_recording
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")

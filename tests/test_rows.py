@@ -13,7 +13,7 @@ import pytest
 from vaemem import predict_pipeline
 from vaemem._common import shipped
 from vaemem.pipelines.components import PIPELINES, weights_of
-from vaemem.prediction.recordings import PACKAGED
+from vaemem.prediction.recording_files import PACKAGED
 
 ROWS = [name for name, kind in PIPELINES.items() if kind.recording.startswith(PACKAGED)]
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -89,7 +89,7 @@ if int(diffusers.__version__.split(".")[1]) < 42:
 
 import torch_pipelines
 
-from vaemem.pipelines.programs import Recorded
+from vaemem.pipelines.recorded_modules import Recorded
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch import predict_pipeline as predict_any
 from vaemem.pytorch.converting import arguments_of

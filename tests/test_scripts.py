@@ -15,11 +15,11 @@ import pytest
 from vaemem import plan_pipeline
 from vaemem._script import write_script
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.lora import Lora
+from vaemem.pipelines.offload_kinds import GroupOffload
 from vaemem.pipelines.quantising import BITSANDBYTES
 from vaemem.pipelines.recipe import diffusers_steps, placing_steps, roles_on_cpu
-from vaemem.prediction.usual import FIXED
+from vaemem.prediction.default_dtypes import FIXED
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")

@@ -10,7 +10,7 @@ from errors import refused
 from vaemem import Table, predict, predict_sweep, seed_table
 from vaemem.__main__ import main
 from vaemem._common import shipped
-from vaemem.pipelines import programs
+from vaemem.pipelines import recorded_modules
 from vaemem.pipelines.components import vae_counts
 from vaemem.prediction.gpus import find_gpu, gpu_names
 from vaemem.prediction.seconds import (
@@ -197,8 +197,8 @@ def test_flops_of_the_modules_are_the_recorded_ones():
     vae = known["vae-decoder"]
     assert vae_counts("sdxl", "decode", "bfloat16", 1024, 1024) == (vae["flops"], vae["attended"], vae["moved"])
     for name, wanted in sizes.items():
-        module = programs.load_program(name)
-        sizes, gpu = {key: wanted[key] for key in module.variables}, find_gpu(programs.ANY_GPU)
+        module = recorded_modules.load_program(name)
+        sizes, gpu = {key: wanted[key] for key in module.variables}, find_gpu(recorded_modules.ANY_GPU)
         counted = module.trace(module.dtypes[0], gpu, **sizes).flops
         assert counted == pytest.approx(known[name]["flops"], rel=1e-3), name
 

@@ -10,7 +10,7 @@ from errors import refused
 from safetensors.numpy import save_file
 
 from vaemem.engine.weights import tensor_types
-from vaemem.pipelines import programs
+from vaemem.pipelines import recorded_modules
 from vaemem.pipelines.components import weights_of
 from vaemem.pipelines.storage import GGML, MIXTURES, RULES, TYPES, Stored, rule_of, stored, tensor_bytes
 
@@ -249,7 +249,7 @@ def test_published_files_sizes():
     """The files of a published account as `ls -lh` prints sizes: rounded up. Z-Image Turbo in Q8_0 is as ComfyUI-GGUF
     quantises it: its file of that name is published with 7.2 GB; stable-diffusion.cpp's own, of 6577440704 bytes, would
     be 6.2 GiB. The VAE, "Q8_0", has the size of ae.safetensors, which is float32."""
-    zimage, qwen = (programs.load_program(name).weights for name in ("zimage-transformer", "qwen3-4b"))
+    zimage, qwen = (recorded_modules.load_program(name).weights for name in ("zimage-transformer", "qwen3-4b"))
     sizes = [total(zimage, "Q8_0", "comfyui-gguf"), total(qwen, "Q8_0", "llama.cpp")]
     assert [math.ceil(10 * size / 2**30) / 10 for size in sizes] == [6.8, 4.0]
     vae = sum(weight.nbytes("float32") for weight in weights_of("zimage"))
@@ -260,14 +260,18 @@ def test_z_image_as_stable_diffusion_cpps_author_published_it():
     """Beside the bytes of leejet/Z-Image-Turbo-GGUF's Q8_0 file, which also keeps the prompt's embedder, in float32."""
     rule = RULES["sd.cpp"]
     rule = rule._replace(keeps=rf"{rule.keeps}|cap_embedder\.")
-    assert 0 < 6577440704 - total(programs.load_program("zimage-transformer").weights, "Q8_0", rule, "float32") < 1e5
+    assert (
+        0
+        < 6577440704 - total(recorded_modules.load_program("zimage-transformer").weights, "Q8_0", rule, "float32")
+        < 1e5
+    )
 
 
 def test_files_that_comfyui_gguf_made():
     """Beside the bytes of city96/FLUX.1-dev-gguf, whose one-dimensional tensors are float16, and whose headers are
     small: Q8_0, and Q4_0, which has blocks of the same numbers."""
     rule = RULES["comfyui-gguf"]._replace(vectors="float16")
-    weights = programs.load_program("flux-transformer").weights
+    weights = recorded_modules.load_program("flux-transformer").weights
     for kind, size in (("Q8_0", 12708281504), ("Q4_0", 6791167136)):
         assert 0 < size - total(weights, kind, rule) < 1e5
 

@@ -11,7 +11,7 @@ from errors import refused
 from vaemem import predict_pipeline
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_request import text_name, variables_of
-from vaemem.pipelines.text import PipelineText, load_text, play_text
+from vaemem.pipelines.pipeline_text import PipelineText, load_text, play_text
 
 pytestmark = [pytest.mark.core, pytest.mark.python]
 

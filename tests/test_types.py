@@ -13,8 +13,8 @@ import pytest
 
 from vaemem import _types, plan_pipeline, predict_pipeline
 from vaemem._common import SPELT_DTYPES
-from vaemem.pipelines.by_programs import PLANNED_RUNTIMES
 from vaemem.pipelines.pipeline_arguments import PipelineArguments, PlanArguments
+from vaemem.pipelines.programs import PLANNED_RUNTIMES
 from vaemem.prediction.runtimes import PROGRAM_NAMES, PROGRAMS, RUNTIMES
 
 PROJECT = """

@@ -14,8 +14,8 @@ from vaemem import Table, plan_pipeline, predict, predict_pipeline
 from vaemem.__main__ import main
 from vaemem._common import shipped
 from vaemem.engine.configs import config_of
-from vaemem.pipelines import components, pipeline_run, programs
-from vaemem.pipelines.text import PipelineText
+from vaemem.pipelines import components, diffusers_run, recorded_modules
+from vaemem.pipelines.pipeline_text import PipelineText
 from vaemem.prediction.runtimes import architecture
 
 pytestmark = [pytest.mark.core, pytest.mark.python]
@@ -157,16 +157,16 @@ def small(request):
         "small-umt5": text._replace(build=partial(text.build, **layers)),
         own: transformer._replace(build=partial(transformer.build, **heads, num_layers=2), call=call),
     }
-    load = programs.load_program
+    load = recorded_modules.load_program
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules.items():
             patch.setitem(MODULES, name, module)
-        made = {name: programs.Recorded(name, record_modules.record(name, lambda _: None)) for name in modules}
-        for room in (programs, components):
+        made = {name: recorded_modules.Recorded(name, record_modules.record(name, lambda _: None)) for name in modules}
+        for room in (recorded_modules, components):
             patch.setattr(room, "load_program", lambda name: made.get(name) or load(name))
         parts = kind.parts | {"text_encoder": "small-umt5", "transformer": own}
         patch.setitem(components.PIPELINES, request.param, kind._replace(parts=parts))
-        patch.setattr(pipeline_run, "load_text", narrowed)
+        patch.setattr(diffusers_run, "load_text", narrowed)
 
         def pipeline():
             with torch.device("meta"), default_dtype(torch.bfloat16), Undrawn():

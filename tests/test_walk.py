@@ -20,8 +20,8 @@ from torch_vaes import RELEASE, diffusers_vae, of_config
 from traces import assert_same
 
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.held import arch_key
-from vaemem.prediction.passing import pass_vae
+from vaemem.prediction.held_tensors import arch_key
+from vaemem.prediction.offloaded_weights import pass_vae
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch import record
 

@@ -9,11 +9,11 @@ from errors import refused
 
 from vaemem import _core
 from vaemem._common import shipped
-from vaemem.pipelines import programs
+from vaemem.pipelines import recorded_modules
 from vaemem.pipelines.predict_pipeline import predict_pipeline
 from vaemem.prediction import profiles
 from vaemem.prediction.gpus import _key, find_gpu, gpu_names
-from vaemem.prediction.predict import predict
+from vaemem.prediction.predict_vae import predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.workspace import CUDNN_OF_TORCH, Workspace
@@ -644,11 +644,11 @@ BY_RULE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted({*programs.recorded()} - {"safety-checker"}))  # whose one takes patches
+@pytest.mark.parametrize("name", sorted({*recorded_modules.recorded()} - {"safety-checker"}))  # whose one takes patches
 def test_no_convolution_of_a_recorded_module_is_left_to_a_rule(name):
     """At sizes that no profile was asked about; text encoders and most transformers have no convolution. Those of the
     youngest modules are not recorded yet, so the rule answers for them."""
-    module = programs.load_program(name)
+    module = recorded_modules.load_program(name)
     sizes = {variable: {"n": 2, "h": 72, "w": 84}.get(variable, 77) for variable in module.variables}
     is_ruled = False
     for dtype in module.dtypes:

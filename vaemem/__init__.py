@@ -30,12 +30,12 @@ if _TYPE_CHECKING:
     from vaemem.engine.vae import VAE
     from vaemem.out_of_memory.explanation import explain
     from vaemem.pipelines.by_diffusers import PipelinePrediction
-    from vaemem.pipelines.plan import plan_pipeline
+    from vaemem.pipelines.plan_pipeline import plan_pipeline
     from vaemem.pipelines.predict_pipeline import predict_pipeline
     from vaemem.pipelines.ways import PipelinePlan
     from vaemem.prediction.bound import bound
     from vaemem.prediction.formula import formula
-    from vaemem.prediction.predict import Prediction, largest_batch, predict, predict_largest
+    from vaemem.prediction.predict_vae import Prediction, largest_batch, predict, predict_largest
     from vaemem.prediction.process import SimulatedProcess
     from vaemem.prediction.replay import Replay, replay
     from vaemem.prediction.snapshot import CachingAllocator

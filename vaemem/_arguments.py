@@ -11,8 +11,8 @@ op of a VAE : str
     ``"encode"``, ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
 dtype of a VAE : str, optional
     The type of the run's numbers: ``"float16"``, ``"bfloat16"`` or ``"float32"``; also ``"fp16"``, ``torch.float16``.
-    The default is the program's own type for that model and card (`vaemem.prediction.usual`). For example, diffusers
-    converts SDXL's own VAE from float16 to float32. ComfyUI uses bfloat16 from compute capability 8.0 on.
+    The default is the program's own type for that model and card (`vaemem.prediction.default_dtypes`). For example,
+    diffusers converts SDXL's own VAE from float16 to float32. ComfyUI uses bfloat16 from compute capability 8.0 on.
 batch of a VAE : int
     Images in one run.
 runtime of a VAE : str

@@ -21,7 +21,7 @@ from vaemem.engine.device import backends
 from vaemem.engine.records import Run
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE
-from vaemem.prediction.predict import predict, predict_largest
+from vaemem.prediction.predict_vae import predict, predict_largest
 from vaemem.reports.document import MARKS, Document
 from vaemem.tables.estimators import compare
 from vaemem.tables.fit import fit

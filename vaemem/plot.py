@@ -11,7 +11,7 @@ import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, grouped, need, png, whole
 from vaemem._errors import ArgumentError
-from vaemem.prediction.predict import Prediction
+from vaemem.prediction.predict_vae import Prediction
 from vaemem.tables.estimators import Comparison, pixels
 from vaemem.tables.fit import KEY, Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, differing, in_tiles, in_words

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from vaemem._common import MIB
 from vaemem._render import Columns
 from vaemem.pipelines.by_mlx import vae_bytes
-from vaemem.pipelines.plan import plan_pipeline
+from vaemem.pipelines.plan_pipeline import plan_pipeline
 from vaemem.pipelines.predict_pipeline import predict_pipeline
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.sdcpp.graphs import graph

@@ -29,7 +29,7 @@ from vaemem._types import DtypeName, TiledOp
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
-from vaemem.prediction.predict import Prediction, predict, predict_largest
+from vaemem.prediction.predict_vae import Prediction, predict, predict_largest
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.seconds import link_rate, peak
 from vaemem.tables.table import seed_table

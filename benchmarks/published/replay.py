@@ -21,10 +21,10 @@ from vaemem._common import MIB, grouped, shipped
 from vaemem._render import Columns
 from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.job import Job
-from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.predict_vae import Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Catalogue, Profile, profile_files, shipped_catalogue
+from vaemem.prediction.vae_job import Job
 from vaemem.prediction.workspace import Workspace
 from vaemem.tables.table import seed_table
 

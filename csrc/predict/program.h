@@ -22,7 +22,7 @@
  *                              elements, those of a row; is_causal, enable_gqa, whether there is a mask and of
  *                              booleans, which of queries, keys and values lie token by token (vm_heads)
  *   module +3:what -5 c2 a0 b7 l7 conv1=12 =12 /conv1=12
- *                              a distinct module call, the outermost last; vaemem/pipelines/programs.py explains words
+ *                              a distinct module call, the outermost last (words: recorded_modules.py)
  *
  * Reading finds every error in a text: missing sizes, convolutions and modules, a give without its take, modules that
  * call themselves (each calls only earlier ones), calls nested too deeply or with too many steps. Playing finds sizes

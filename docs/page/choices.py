@@ -8,8 +8,9 @@ from vaemem.engine.configs import SAMPLE_SIZES
 from vaemem.out_of_memory.sizes import COMMON, MADE_SIZES
 from vaemem.pipelines.comfyui_run import COMFYUI_OPTIONS
 from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.offload_kinds import OFFLOADS, TORCH_WAYS
 from vaemem.pipelines.pipeline_parts import WEIGHT_TYPES, is_from_a_file
-from vaemem.pipelines.pipeline_request import OFFLOADS, SMALL_TILE, TORCH_WAYS
+from vaemem.pipelines.pipeline_request import SMALL_TILE
 from vaemem.pipelines.storage import RULES
 from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.gpus import coarse_names, find_gpu, gpu_names

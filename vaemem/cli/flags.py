@@ -307,9 +307,9 @@ FLAGS |= {
     "planned_runtime": _like("runtime", choices=Later("pipelines.by_programs:PLANNED_RUNTIMES")),
     "formula_runtime": _like("runtime", help="The program that runs the VAE."),
     "measured_offload": _flag(
-        "How modules are offloaded.", choices=Later("pipelines.pipeline_request:OFFLOADS"),
+        "How modules are offloaded.", choices=Later("pipelines.offload_kinds:OFFLOADS"),
         dest="offload"),
-    "measured_vae": _flag("How the VAE runs.", choices=Later("pipelines.pipeline_request:TORCH_WAYS"), dest="vae"),
+    "measured_vae": _flag("How the VAE runs.", choices=Later("pipelines.offload_kinds:TORCH_WAYS"), dest="vae"),
     "call_guidance": _like("guidance", help="Call the pipeline with a guidance_scale of 0.", default=True),
     "contribute": _flag("Print lines for the scoreboard instead: paste them into an issue of that name.",
         action="store_true"),

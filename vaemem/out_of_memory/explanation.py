@@ -27,7 +27,7 @@ from vaemem.pipelines.by_diffusers import PipelinePrediction
 from vaemem.pipelines.components import PIPELINES, is_vae, known_pipeline
 from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.gpus import Gpu, coarse_names, find_gpu, gpu_names
-from vaemem.prediction.predict import Prediction, shell_command
+from vaemem.prediction.predict_vae import Prediction, shell_command
 from vaemem.prediction.request import Card
 from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN, architecture, shipped_models
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION

@@ -12,7 +12,7 @@ from vaemem._common import MIB
 from vaemem.out_of_memory.messages import OomMessage
 from vaemem.out_of_memory.sizes import list_sizes
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.programs import load_program, recorded
+from vaemem.pipelines.recorded_modules import load_program, recorded
 
 # Bytes of a number: half precision, float32 (in which LoRAs are added), and fp8.
 NUMBERS = {2: "float16 or bfloat16", 4: "float32", 1: "fp8"}

@@ -14,9 +14,9 @@ from vaemem.out_of_memory.refusals import AGREES, PLAYED, Calls, Refusals
 from vaemem.out_of_memory.runs import TELLING, TOLD, Found, Match
 from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Areas, Size, list_sizes
 from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.diffusers_run import PipelineRun, play_pipeline
 from vaemem.pipelines.pipeline_arguments import PipelineArguments
 from vaemem.pipelines.pipeline_request import PipelineRequest, resolve_pipeline
-from vaemem.pipelines.pipeline_run import PipelineRun, play_pipeline
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import USUAL_GPU, Card, Software

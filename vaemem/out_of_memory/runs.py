@@ -27,8 +27,8 @@ from vaemem.out_of_memory.refusals import (
 from vaemem.out_of_memory.sizes import MADE_SIZES, Areas, Size, list_sizes
 from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.gpus import Gpu
-from vaemem.prediction.held import arch_key
-from vaemem.prediction.predict import Prediction
+from vaemem.prediction.held_tensors import arch_key
+from vaemem.prediction.predict_vae import Prediction
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import Card, VAEArguments, VAERequest, resolve_vae
 from vaemem.prediction.runtimes import architecture, code_of, parameter_bytes

@@ -12,7 +12,7 @@ from vaemem import _core
 from vaemem._common import MOST_BATCH, __version__, choose, meant, whole
 from vaemem._errors import ArgumentError
 from vaemem._render import Block, Bullets, Columns, Sizer
-from vaemem.pipelines import programs
+from vaemem.pipelines import recorded_modules
 from vaemem.pipelines.comfyui import SOURCE
 from vaemem.pipelines.comfyui_run import (
     COMFYUI_OPTIONS,
@@ -24,16 +24,17 @@ from vaemem.pipelines.comfyui_run import (
     plays_of,
 )
 from vaemem.pipelines.components import VAE_STRIDE, is_vae, weights_of
-from vaemem.pipelines.phased import PlayedAnswer, as_far_as
+from vaemem.pipelines.offload_kinds import is_tile
+from vaemem.pipelines.phased_answer import PlayedAnswer, as_far_as
 from vaemem.pipelines.pipeline_arguments import PipelineArguments, PlanArguments
 from vaemem.pipelines.pipeline_parts import Part
-from vaemem.pipelines.pipeline_request import find_frames, image_sides, is_tile
+from vaemem.pipelines.pipeline_request import find_frames, image_sides
 from vaemem.pipelines.storage import stored
 from vaemem.pipelines.ways import PipelinePlan, runs_out
 from vaemem.pipelines.workflows import WORKFLOWS
-from vaemem.prediction.planned import Result, Way
+from vaemem.prediction.default_dtypes import BFLOAT16_SM, usual_dtypes
+from vaemem.prediction.phases import Result, Way
 from vaemem.prediction.runtimes import architecture
-from vaemem.prediction.usual import BFLOAT16_SM, usual_dtypes
 from vaemem.prediction.verdict import judge_played
 
 NAMES = WORKFLOWS
@@ -236,6 +237,6 @@ def _part(role: str, component: str, given: Any, sm: int) -> Part:
         weights: Iterable[Sequence[Any]] = _core.Trace.parameters(architecture(component), "comfyui")
         dtype = vae_dtype(component, sm)
         return Part(role, component, dtype, tuple(stored(weights, dtype, "all", dtype)))
-    dtype = programs.load_program(component).dtypes[0]
+    dtype = recorded_modules.load_program(component).dtypes[0]
     type = dtype if given is None else meant(f"components[{role!r}]", given, (dtype, "fp8"))
     return Part(role, component, dtype, tuple(stored(weights_of(component), type, "all", dtype)))

@@ -13,28 +13,28 @@ from typing import Any
 from vaemem._common import ELEMENT_BYTES, MIB, __version__
 from vaemem._script import write_script
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, is_vae
-from vaemem.pipelines.group_offload import GROUPS_SINCE, GroupOffload
-from vaemem.pipelines.phased import UNCOMPARED, PlayedAnswer, read_phases
+from vaemem.pipelines.diffusers_run import play_pipeline
+from vaemem.pipelines.offload_kinds import GROUPS_SINCE, OFFLOADS, GroupOffload
+from vaemem.pipelines.phased_answer import UNCOMPARED, PlayedAnswer, read_phases
 from vaemem.pipelines.pipeline_arguments import PipelineArguments, PlanArguments
 from vaemem.pipelines.pipeline_parts import PLACES, parts_of
-from vaemem.pipelines.pipeline_request import OFFLOADS, SMALLER, PipelineRequest, resolve_pipeline, smaller_roles
-from vaemem.pipelines.pipeline_run import play_pipeline
+from vaemem.pipelines.pipeline_request import SMALLER, PipelineRequest, resolve_pipeline, smaller_roles
 from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES, UNPACKING, UNSENT
 from vaemem.pipelines.recipe import diffusers_steps, hires_steps
 from vaemem.pipelines.ways import PipelinePlan, runs_out
-from vaemem.prediction.closed import PlayedPeak
+from vaemem.prediction.closed_form import PlayedPeak
+from vaemem.prediction.default_dtypes import FIXED, OVERFLOWING
 from vaemem.prediction.formula import Formula
 from vaemem.prediction.gpus import known_gpu
-from vaemem.prediction.held import Moment
-from vaemem.prediction.lines import BATCHES, Grid, Point
-from vaemem.prediction.planned import Way
-from vaemem.prediction.predict import SMALL_TILE, Advice
+from vaemem.prediction.held_tensors import Moment
+from vaemem.prediction.peak_equations import BATCHES, Grid, Point
+from vaemem.prediction.phases import Way
+from vaemem.prediction.predict_vae import SMALL_TILE, Advice
 from vaemem.prediction.process import ROUNDED_UP
-from vaemem.prediction.recordings import is_recording
+from vaemem.prediction.recording_files import is_recording
 from vaemem.prediction.request import usual_tile
 from vaemem.prediction.runtimes import WANS, architecture
 from vaemem.prediction.seconds import Machine
-from vaemem.prediction.usual import FIXED, OVERFLOWING
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
 
 NAMES = PIPELINES

@@ -30,7 +30,7 @@ from vaemem.pipelines.components import weights_of
 from vaemem.pipelines.pipeline_arguments import PlanArguments
 from vaemem.pipelines.ways import PipelinePlan, Room
 from vaemem.prediction.gpus import sold
-from vaemem.prediction.planned import Phase, Way
+from vaemem.prediction.phases import Phase, Way
 
 # The pipelines of mflux: its models/common/config/model_config.py at 0229d66, and models/chroma.
 NAMES = (

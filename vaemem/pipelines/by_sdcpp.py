@@ -7,10 +7,10 @@ from typing import Any
 
 from vaemem._common import whole
 from vaemem._render import Sizer
-from vaemem.pipelines.phased import PhasedAnswer, as_far_as
+from vaemem.pipelines.phased_answer import PhasedAnswer, as_far_as
 from vaemem.pipelines.pipeline_arguments import PipelineArguments, PlanArguments
 from vaemem.pipelines.ways import PipelinePlan, outcome
-from vaemem.prediction.planned import Way
+from vaemem.prediction.phases import Way
 from vaemem.prediction.verdict import describe_spilling, judge_phases
 from vaemem.sdcpp import running
 from vaemem.sdcpp.graphs import SDCPP_VERSION

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._core import OutOfMemoryError
-from vaemem.pipelines import programs
+from vaemem.pipelines import recorded_modules
 from vaemem.pipelines.comfyui import (
     LARGE,
     MORE_ON_LARGE,
@@ -31,19 +31,19 @@ from vaemem.pipelines.comfyui import (
 )
 from vaemem.pipelines.comfyui_dynamic import ENOUGH, PAGE_BYTES, least_free, page_nodes, stage_weights
 from vaemem.pipelines.components import Pipeline, is_vae, vae_counts
+from vaemem.pipelines.diffusers_run import PipelineRun
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
-from vaemem.pipelines.pipeline_run import PipelineRun
-from vaemem.pipelines.text import load_text, play_text
+from vaemem.pipelines.pipeline_text import load_text, play_text
 from vaemem.pipelines.workflows import WORKFLOWS
-from vaemem.prediction.held import LoadedVAE
-from vaemem.prediction.passing import BY_DIFFUSERS, Passing
-from vaemem.prediction.planned import Phase
-from vaemem.prediction.plays import Plays
+from vaemem.prediction.held_tensors import LoadedVAE
+from vaemem.prediction.offloaded_weights import BY_DIFFUSERS, Passing
+from vaemem.prediction.phases import Phase
 from vaemem.prediction.process import PeakTensor
-from vaemem.prediction.recordings import component_of
+from vaemem.prediction.recording_files import component_of
 from vaemem.prediction.request import PAGE
 from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.verdict_bounds import Plays
 
 ENCODERS = "text_encoder"  # the role of all text encoders together, which are one model for ComfyUI
 # Options of the program; none: without an option, which has the dynamic manager.
@@ -87,7 +87,7 @@ class WorkflowRequest(PipelineRequest):
 
     def _estimate_decode(self, side: int, frames: int) -> float:
         """Return ComfyUI's estimate of a decode, or of its tiles. side, frames: most latents of each"""
-        v, width = self.variables, programs.DTYPE_BYTES[self.part("vae").dtype]
+        v, width = self.variables, recorded_modules.DTYPE_BYTES[self.part("vae").dtype]
         f = min(v["f"], frames)
         b, c = next((b, c) for least, b, c in reversed(self.pipeline.decodes) if f >= least)
         return float((b * f + c) * min(v["h"], side) * min(v["w"], side) * width)
@@ -249,7 +249,7 @@ class ComfyUIRun(PipelineRun):
         passing = self._weights.passing(role, sizes)
         # Text encoders convert each weight for its call anyway: the recording has the copies.
         working = part.passing_copies() if role != ENCODERS else []
-        recording = programs.load_program(part.component)
+        recording = recorded_modules.load_program(part.component)
         trace = recording.trace(part.dtype, process.gpu, [*passing, *working], (), **sizes)
         left = process.call(trace)
         process.count(flops=times * trace.flops, sent=times * sum(one.bytes for one in passing))

@@ -14,8 +14,8 @@ from vaemem import _core
 from vaemem._common import MOST_SIDE, letters, meant, shipped
 from vaemem._errors import ArgumentError
 from vaemem.engine.names import find_called
-from vaemem.pipelines.programs import Weight, load_program
-from vaemem.prediction.recordings import (
+from vaemem.pipelines.recorded_modules import Weight, load_program
+from vaemem.prediction.recording_files import (
     OPTIONAL_FACTS,
     component_of,
     find_component,

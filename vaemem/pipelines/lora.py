@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from vaemem._common import choose, flag, listed, number_in, whole
 from vaemem._errors import ArgumentError, inside
 from vaemem.engine.weights import tensor_types
-from vaemem.pipelines.programs import Weight
+from vaemem.pipelines.recorded_modules import Weight
 
 LORAS_SINCE = 42  # the release of diffusers in which loading was read: 0.42
 LORA_SETTINGS = ("file", "rank", "target_modules", "fused")

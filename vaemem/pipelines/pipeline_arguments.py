@@ -13,7 +13,7 @@ from vaemem.engine.limits import available_memory, parse_size
 from vaemem.pipelines.components import PIPELINES, Pipeline
 from vaemem.pipelines.ways import PipelinePlan, Room
 from vaemem.prediction.gpus import sold
-from vaemem.prediction.planned import Way
+from vaemem.prediction.phases import Way
 from vaemem.prediction.request import Card, Software, find_card
 from vaemem.prediction.seconds import Machine, machine_of
 

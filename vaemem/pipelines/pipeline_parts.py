@@ -16,15 +16,15 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, SPELT_DTYPES, choose, distinct
 from vaemem._errors import ArgumentError, inside
 from vaemem.engine.configs import config_of
 from vaemem.engine.weights import tensor_types
-from vaemem.pipelines import programs
+from vaemem.pipelines import recorded_modules
 from vaemem.pipelines.components import (
     PIPELINES,
     Pipeline,
     is_vae,
     weights_of,
 )
-from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.lora import Lora, Pair, pairs_of
+from vaemem.pipelines.offload_kinds import GroupOffload
 from vaemem.pipelines.quantising import (
     BITSANDBYTES,
     FOREIGN,
@@ -35,7 +35,7 @@ from vaemem.pipelines.quantising import (
 )
 from vaemem.pipelines.storage import GGML, MIXTURES, RULES, SPELT, Stored, loaded, rule_of, stored
 from vaemem.prediction.gpus import Gpu
-from vaemem.prediction.passing import (
+from vaemem.prediction.offloaded_weights import (
     BY_ACCELERATE,
     BY_DIFFUSERS,
     BY_NONE,
@@ -47,8 +47,8 @@ from vaemem.prediction.passing import (
     pass_groups,
     tie,
 )
-from vaemem.prediction.planned import OF_WEIGHTS
-from vaemem.prediction.recordings import find_component, is_recorded_component
+from vaemem.prediction.phases import OF_WEIGHTS
+from vaemem.prediction.recording_files import find_component, is_recorded_component
 from vaemem.prediction.runtimes import architecture
 
 WEIGHT_TYPES = (*DTYPES, "fp8", *SCHEMES, *RULES["diffusers-gguf"].types)
@@ -126,7 +126,7 @@ class Part:
         """Trace a call's memory on a GPU, with the weights that offloading sends for its submodules. later: whether it
         is not the first call. cudnn: as `cudnn_attention` gives it. `sizes` may have more than its variables. The last
         traces are kept, because making one takes longer than playing it."""
-        recording, kept = programs.load_program(self.component), self._traces
+        recording, kept = recorded_modules.load_program(self.component), self._traces
         offload = "none" if offload == "model" else offload  # the same during a call
         wanted = {name: sizes[name] for name in recording.variables}
         key = (gpu.name, gpu.sm, gpu.multiprocessors, cudnn, offload, later, *wanted.items())
@@ -254,7 +254,7 @@ class Part:
         """Return numbers in the order in which their submodules are called. spans: of each number the submodule whose
         call begins it and the one whose call ends it."""
         numbered = [Passing(begins, ends, str(number), 1, BY_DIFFUSERS) for number, (begins, ends) in spans.items()]
-        trace = programs.load_program(self.component).trace(self.dtype, gpu, numbered, (), **sizes)
+        trace = recorded_modules.load_program(self.component).trace(self.dtype, gpu, numbered, (), **sizes)
         taken = (name for op, _, _, name in trace.steps if op == "take" and name.startswith(OF_WEIGHTS))
         return tuple(int(name.rpartition("[")[2].removesuffix("]")) for name in taken)
 
@@ -454,7 +454,7 @@ def parts_of(
         given = components.get(role, None if role in pipeline.optional else usual)
         if given not in (None, "none"):
             upcast = role == "vae" and pipeline.upcasts and role not in components
-            parts.append(_part(role, programs.older(component, release), dtype, given, upcast, release))
+            parts.append(_part(role, recorded_modules.older(component, release), dtype, given, upcast, release))
         elif role not in (*pipeline.encoders, *pipeline.optional):
             raise ArgumentError("components", f"a type or a file for {role}", "None")
     named = {part.role: weights_of(part.component) for part in parts if not is_vae(part.component)}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vaemem._common import DTYPES, ELEMENT_BYTES, MOST_BATCH, MOST_SIDE, choose, letters, meant, number_in, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, MOST_BATCH, MOST_SIDE, choose, letters, meant, whole
 from vaemem._errors import ArgumentError, Named, inside
-from vaemem.engine.limits import parse_size
 from vaemem.pipelines.components import (
     CLIPS,
     MOST_LATENT_FRAMES,
@@ -21,29 +20,25 @@ from vaemem.pipelines.components import (
     is_vae,
     scale_edited,
 )
-from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
 from vaemem.pipelines.lora import LORAS_SINCE, Lora, read_loras
+from vaemem.pipelines.offload_kinds import GROUPS_SINCE, SLICED_TOO, TORCH_WAYS, GroupOffload, check_way
 from vaemem.pipelines.pipeline_arguments import PipelineArguments
 from vaemem.pipelines.pipeline_parts import Part, has_blocks, is_from_a_file, parts_of
+from vaemem.pipelines.pipeline_text import video_variables
 from vaemem.pipelines.quantising import (
     SCHEMES,
     UNSENT,
 )
 from vaemem.pipelines.storage import GGML, MIXTURES
-from vaemem.pipelines.text import video_variables
-from vaemem.prediction.planned import Phase
-from vaemem.prediction.predict import SMALL_TILE
-from vaemem.prediction.recordings import component_of
+from vaemem.prediction.phases import Phase
+from vaemem.prediction.predict_vae import SMALL_TILE
+from vaemem.prediction.recording_files import component_of
 from vaemem.prediction.request import Card, Request, Software, usual_tile
 from vaemem.prediction.runtimes import diffusers_release
 from vaemem.prediction.seconds import Machine, peak, vae_work
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
-OFFLOADS = ("none", "model", "sequential")
-TORCH_WAYS = ("whole", "tiled", "sliced")
-VAE_WAYS = (*TORCH_WAYS, "vaemem")
 SMALLER = ("Q8_0", "nf4")  # types of weights to try if large ones do not fit: GGUF's and bitsandbytes'
-SLICED_TOO = " and sliced"  # after a tiled way
 
 
 @dataclass(frozen=True)
@@ -255,33 +250,6 @@ class PipelineRequest(Request):
                 raise ArgumentError("offload", wanted, repr(str(group)), why)
 
 
-def check_way(
-    roles: Collection[str], offload: Any, vae: Any, vae_memory_limit: int | str | None
-) -> tuple[str, tuple[str, ...], str, int]:
-    """Check these arguments of `vaemem.predict_pipeline` for a pipeline's roles. Return how the pipeline is offloaded,
-    the roles on the CPU, how the VAE runs, and vaemem's limit in bytes or 0."""
-    on_cpu: tuple[str, ...] = ()
-    if group := GroupOffload.read(offload):
-        offload = str(group)
-    elif isinstance(offload, Mapping):
-        for role, place in offload.items():
-            choose("offload", role, roles)
-            choose(f"offload[{role!r}]", place, ("cpu", "cuda"))
-        on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
-    offload = offload if group else meant("offload", offload, (*OFFLOADS, *OFFLOAD_TYPES))
-    vae = f"{str(vae).removeprefix('sliced and ')}{SLICED_TOO}" if str(vae).startswith("sliced and ") else str(vae)
-    how, _, side = vae.removesuffix(SLICED_TOO).partition(" ")
-    sliced_too = SLICED_TOO if how == "tiled" and vae.endswith(SLICED_TOO) else ""
-    if how == "tiled" and side and not is_tile(side, VAE_STRIDE):
-        raise ArgumentError("vae", f"the side of a tile, a multiple of {VAE_STRIDE} as in 'tiled 512'", repr(vae))
-    vae = vae if how == "tiled" and side else meant("vae", vae.removesuffix(sliced_too), VAE_WAYS) + sliced_too
-    if (vae == "vaemem") != (vae_memory_limit is not None):
-        wanted = ("a limit with ", Named("vae", "vaemem"), " and None with any other")
-        raise ArgumentError("vae_memory_limit", wanted, f"{vae_memory_limit!r} with {vae!r}")
-    limit = 0 if vae_memory_limit is None else parse_size("vae_memory_limit", vae_memory_limit)
-    return offload, on_cpu, vae, limit
-
-
 def text_name(pipeline: str, image: bool) -> str:
     """Return the name of a pipeline's text. image: whether it begins with one, unlike by itself"""
     if path := PIPELINES[pipeline].recording:
@@ -298,12 +266,6 @@ def variables_of(pipeline: Pipeline, height: int, width: int, frames: int = 1, *
     patches = {"p": h // 2 * (w // 2), "q": y // 2 * (x // 2), "k": count_seen(*sides)}
     video = video_variables(frames, pipeline.frame_factor, pipeline.clip, pipeline.sound)
     return {"h": h, "w": w, "y": y, "x": x, "m": padded, **patches, **video, **more}
-
-
-def is_tile(side: str, unit: int) -> bool:
-    """Tell whether a text is the side of a tile: a multiple of `unit` pixels."""
-    pixels = number_in(side) or 0
-    return 0 < pixels <= MOST_SIDE and pixels % unit == 0
 
 
 def smaller_roles(pipeline: Pipeline, kind: str) -> list[str]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from vaemem._arguments import shared
 from vaemem._types import Dtype
-from vaemem.pipelines.by_programs import PREDICTED_RUNTIMES, PredictedRuntime, read_arguments
 from vaemem.pipelines.pipeline_arguments import PipelineArguments
+from vaemem.pipelines.programs import PREDICTED_RUNTIMES, PredictedRuntime, read_arguments
 
 if TYPE_CHECKING:
     from vaemem.pipelines.by_comfyui import ComfyUIPrediction

@@ -13,14 +13,14 @@ from vaemem._common import DTYPES, distinct, letters, meant
 from vaemem._script import Call, Identifier, Step, call, write_script
 from vaemem.engine.configs import config_of
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline, is_vae
-from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.lora import Lora
+from vaemem.pipelines.offload_kinds import GroupOffload
 from vaemem.pipelines.pipeline_parts import PLACES, SPELT_TYPES, SPOKEN, UNPACKED, WEIGHT_TYPES, is_from_a_file
-from vaemem.pipelines.programs import load_program
 from vaemem.pipelines.quantising import BITSANDBYTES, QUANTO, SCHEMES, SIXTEEN_BITS
+from vaemem.pipelines.recorded_modules import load_program
 from vaemem.pipelines.storage import GGML, MIXTURES
+from vaemem.prediction.default_dtypes import FIXED
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture
-from vaemem.prediction.usual import FIXED
 
 _TORCHAO = "torchao.quantization"
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from vaemem._common import choose, distinct
 from vaemem._errors import ArgumentError
 from vaemem.engine.file_tensors import BLOCKS, QUANTISED
-from vaemem.pipelines.programs import LAST_OLDER, Weight
 from vaemem.pipelines.quantising import BITSANDBYTES, QUANTO, SCHEMES, TORCHAO, UNPACKING
+from vaemem.pipelines.recorded_modules import LAST_OLDER, Weight
 
 __all__ = ["RULES", "TYPES", "Stored", "loaded", "rule_of", "stored", "tensor_bytes"]
 
@@ -255,8 +255,8 @@ def stored(
     Parameters
     ----------
     weights : iterable of (name, shape) or (name, shape, dtype)
-        As diffusers and transformers name them, such as `vaemem.pipelines.programs.Recorded.weights`. A dtype other
-        than ``"run"`` is the tensor's own, and stays.
+        As diffusers and transformers name them, such as `vaemem.pipelines.recorded_modules.Recorded.weights`. A dtype
+        other than ``"run"`` is the tensor's own, and stays.
     type : str or None
         One of the rule's types, as for `tensor_bytes`, or one of `MIXTURES`; None with a file's list.
     rule : str, or list of (name, shape, type, bytes)

@@ -12,7 +12,7 @@ from vaemem._common import as_csv, distinct, need, real
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Code, Columns, Facts, Sheet, Shown, Sizer, in_gb, share
 from vaemem._saving import write
-from vaemem.prediction.planned import Way
+from vaemem.prediction.phases import Way
 from vaemem.prediction.seconds import REPEATS_DIFFER, Machine, Seconds
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, Verdict, judge_phases
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from vaemem._render import Bar, Block, Bullets, Columns, Facts, Sheet, Shown, Sizer, in_gb, in_mib
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
-from vaemem.prediction.held import Moment
-from vaemem.prediction.planned import OF_WEIGHTS, Phase, Result, weights_and_workspaces
-from vaemem.prediction.plays import Plays
+from vaemem.prediction.held_tensors import Moment
+from vaemem.prediction.phases import OF_WEIGHTS, Phase, Result, weights_and_workspaces
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
 from vaemem.prediction.request import Card, ModuleRequest, VAERequest, refusing_too_large
 from vaemem.prediction.verdict import Verdict, judge_played
+from vaemem.prediction.verdict_bounds import Plays
 
 SHOWN_TENSORS = 8  # of a peak
 

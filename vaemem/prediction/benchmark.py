@@ -9,10 +9,10 @@ import functools
 from typing import NamedTuple
 
 from vaemem._common import frames_factor
-from vaemem.prediction.held import LoadedVAE, Tensor, Variables
-from vaemem.prediction.job import Job
+from vaemem.prediction.held_tensors import LoadedVAE, Tensor, Variables
 from vaemem.prediction.process import Reading, SimulatedProcess
 from vaemem.prediction.runtimes import RUNTIMES
+from vaemem.prediction.vae_job import Job
 
 BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, regardless of its models' configs
 

@@ -16,13 +16,13 @@ from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem._types import Dtype
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.configs import named_model
-from vaemem.prediction.applications import APPLICATIONS
-from vaemem.prediction.job import Job
+from vaemem.prediction.bound_code import APPLICATIONS
 from vaemem.prediction.laws import least_above, symbols_at, value_of, write_equation, write_sum
-from vaemem.prediction.lines import MOST_PIXELS, Point
-from vaemem.prediction.predict import Prediction
+from vaemem.prediction.peak_equations import MOST_PIXELS, Point
+from vaemem.prediction.predict_vae import Prediction
 from vaemem.prediction.request import Card, Software, VAERequest, find_card
 from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
+from vaemem.prediction.vae_job import Job
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

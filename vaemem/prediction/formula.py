@@ -1,5 +1,5 @@
 """PyTorch's peak as an equation of the image's size, the batch and the prompt. Playing 260 to 330 sizes derives it.
-For a VAE, closed.py adds one peak in closed form."""
+For a VAE, closed_form.py adds one peak in closed form."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vaemem._arguments import shared
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset, in_gb
 from vaemem._types import Dtype, Program, TiledOp
-from vaemem.prediction.closed import ClosedForm, PlayedPeak, derive, name_of, play_peak
-from vaemem.prediction.lines import HEADER, RAISED, Equation, Grid, Point
+from vaemem.prediction.closed_form import ClosedForm, PlayedPeak, derive, name_of, play_peak
+from vaemem.prediction.peak_equations import HEADER, RAISED, Equation, Grid, Point
 from vaemem.prediction.request import VAEArguments, VAERequest, resolve_vae
 
 

@@ -16,7 +16,7 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, meant, whole, wholes
 from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.held import LoadedVAE, Moment, Tensor, arch_key, moments, storages_of
+from vaemem.prediction.held_tensors import LoadedVAE, Moment, Tensor, arch_key, moments, storages_of
 from vaemem.prediction.runtimes import (
     RUNTIMES,
     WANS,

@@ -18,11 +18,11 @@ from vaemem.engine.configs import SAMPLE_SIZES, config_of, named_sample_size, sa
 from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
+from vaemem.prediction.default_dtypes import BFLOAT16_SM, OVERFLOWING, held_by, is_fixed, usual_dtypes
 from vaemem.prediction.gpus import Gpu, find_gpu, known_gpu, present_gpu, sold
-from vaemem.prediction.job import OVERLAP, TINY_OVERLAP, Job
 from vaemem.prediction.process import PeakTensor, Reading, SimulatedProcess
 from vaemem.prediction.profiles import version_number
-from vaemem.prediction.recordings import find_component, is_recorded_component
+from vaemem.prediction.recording_files import find_component, is_recorded_component
 from vaemem.prediction.runtimes import (
     DEFAULT_TORCH,
     PROGRAM_NAMES,
@@ -35,7 +35,7 @@ from vaemem.prediction.runtimes import (
 )
 from vaemem.prediction.seconds import Machine, cards_of, vae_machine, vae_work
 from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
-from vaemem.prediction.usual import BFLOAT16_SM, OVERFLOWING, held_by, is_fixed, usual_dtypes
+from vaemem.prediction.vae_job import OVERLAP, TINY_OVERLAP, Job
 from vaemem.prediction.workspace import Workspace, cudnn_of_torch, torch_for, torch_release
 
 # The last PyTorch with a GroupNorm on CUDA that needs NCHW. 2.15's wheel has the kernel for NHWC (pytorch#191945).

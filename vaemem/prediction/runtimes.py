@@ -15,7 +15,7 @@ from vaemem._errors import ArgumentError
 from vaemem._types import Program
 from vaemem.engine.configs import config_of, is_of_videos, named_model, read_config
 from vaemem.engine.names import find_called
-from vaemem.prediction.recordings import find_component, is_recorded_component
+from vaemem.prediction.recording_files import find_component, is_recorded_component
 
 DEFAULT_TORCH = "2.7.1+cu128"  # predictions were compared with measurements of this build
 # Releases of diffusers with known code, 36 for 0.36. Tests run the first one and the last one. A prediction means the

@@ -11,9 +11,9 @@ from typing import Any
 from vaemem import _core
 from vaemem._render import Sizer, in_gb, share
 from vaemem.prediction.gpus import Gpu
-from vaemem.prediction.planned import Phase
-from vaemem.prediction.plays import Plays, Takes
+from vaemem.prediction.phases import Phase
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
+from vaemem.prediction.verdict_bounds import Plays, Takes
 
 # NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion". The driver's memory then never ends before the
 # host's, so PyTorch, which frees its cache only after a refusal (CUDACachingAllocator.cpp), keeps it. The cards'

@@ -6,7 +6,7 @@ order:
 
 1. PyTorch's own code, for the convolutions that cuDNN does not run (``own_bytes`` in ``csrc/predict/lookup.c``).
 2. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``). Rules for
-   cuDNN before 9.8 take precedence over it (``older.json``).
+   cuDNN before 9.8 take precedence over it (``profiles/rules.json``).
 3. a rule for all other convolutions (``usual_rule`` in ``csrc/predict/lookup.c``). docs/PREDICTION.md gives its error.
 
 All ship with the package, so a question has the same answer on every machine. Each answer names its source, and

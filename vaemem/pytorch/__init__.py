@@ -8,7 +8,7 @@ from vaemem._common import need
 
 need("torch", "vaemem.pytorch")
 
-from vaemem.pipelines.recorded import RecordedPrediction
+from vaemem.pipelines.own_recordings import RecordedPrediction
 from vaemem.prediction.answer import ModulePrediction
 from vaemem.pytorch.any_pipeline import predict_pipeline
 from vaemem.pytorch.applying import Applied, apply

@@ -16,8 +16,8 @@ from vaemem._arguments import shared
 from vaemem._common import DTYPES, flag, meant, need
 from vaemem._errors import ArgumentError, NoFileError
 from vaemem._types import Dtype
-from vaemem.pipelines.recorded import RecordedPrediction, RecordedRequest
-from vaemem.pipelines.text import phase_of
+from vaemem.pipelines.own_recordings import RecordedPrediction, RecordedRequest
+from vaemem.pipelines.pipeline_text import phase_of
 from vaemem.prediction.request import Software, find_card
 from vaemem.prediction.workspace import cudnn_attention, torch_for
 from vaemem.pytorch.converting import arguments_of, modules_of, tensors_of

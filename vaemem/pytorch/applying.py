@@ -19,12 +19,11 @@ from vaemem._common import DTYPES, choose, meant
 from vaemem._errors import ArgumentError, ArgumentTypeError, inside
 from vaemem._script import Call, Identifier, Step, write_script
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.group_offload import GroupOffload
-from vaemem.pipelines.pipeline_request import check_way
+from vaemem.pipelines.offload_kinds import GroupOffload, check_way
 from vaemem.pipelines.recipe import casting_steps, describe_stay, placing_steps, roles_on_cpu, vae_steps
 from vaemem.pipelines.ways import Outcome, PipelinePlan
-from vaemem.prediction.planned import Way
-from vaemem.prediction.usual import FIXED
+from vaemem.prediction.default_dtypes import FIXED
+from vaemem.prediction.phases import Way
 from vaemem.pytorch.converting import convert, modules_of
 from vaemem.pytorch.free_memory import first_line, is_out_of_memory, no_spilling, release
 from vaemem.pytorch.measuring import find_device

@@ -30,10 +30,10 @@ from vaemem.engine.vae import VAE
 from vaemem.pipelines.by_comfyui import vae_dtype
 from vaemem.pipelines.components import is_vae, weights_of
 from vaemem.pipelines.predict_pipeline import predict_pipeline
-from vaemem.pipelines.programs import load_program
+from vaemem.pipelines.recorded_modules import load_program
 from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.gpus import context_of, find_gpu
-from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.predict_vae import Prediction, predict
 from vaemem.prediction.request import KEPT
 from vaemem.pytorch.decoding import attempt, describe_card
 from vaemem.pytorch.free_memory import count_bytes, first_line, free_cache, no_spilling, release

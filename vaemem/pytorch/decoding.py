@@ -17,7 +17,7 @@ from vaemem.engine.configs import is_of_videos, read_config
 from vaemem.engine.limits import available_memory
 from vaemem.engine.vae import VAE
 from vaemem.prediction.gpus import context_of
-from vaemem.prediction.predict import predict
+from vaemem.prediction.predict_vae import predict
 from vaemem.pytorch.converting import convert
 from vaemem.pytorch.free_memory import find_free, first_line, free_cache, is_out_of_memory, no_spilling, release
 from vaemem.pytorch.measuring import cudnn_version

@@ -17,7 +17,7 @@ from vaemem._common import DTYPES, choose, meant, need, shipped
 from vaemem._errors import Named, NoFileError
 from vaemem._types import Dtype
 from vaemem.pipelines.components import PIPELINES, known_pipeline
-from vaemem.pipelines.pipeline_request import OFFLOADS, TORCH_WAYS
+from vaemem.pipelines.offload_kinds import OFFLOADS, TORCH_WAYS
 from vaemem.pipelines.recipe import dtype_keyword
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch.measuring import find_device, vae_builder

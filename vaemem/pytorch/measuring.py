@@ -28,10 +28,10 @@ from vaemem._saving import write
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.configs import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
-from vaemem.prediction.job import OVERLAP, TINY_OVERLAP
-from vaemem.prediction.predict import predict
+from vaemem.prediction.predict_vae import predict
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.vae_job import OVERLAP, TINY_OVERLAP
 from vaemem.pytorch.converting import convert
 from vaemem.pytorch.recording import record
 from vaemem.tables.sweep import image_sizes

@@ -2,7 +2,7 @@
 
 The counters are read when a pipeline calls the component that begins a phase (`_Phases.watching`). Work before that
 call belongs to the phase before, which ends there. If accelerate moves that component to the device whole, its own hook
-does so first, as in `vaemem.pipelines.pipeline_run`.
+does so first, as in `vaemem.pipelines.diffusers_run`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vaemem.pipelines.pipeline_arguments import PipelineArguments
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineRequest, image_sides, resolve_pipeline
 from vaemem.prediction.gpus import context_of
-from vaemem.prediction.planned import Phase
+from vaemem.prediction.phases import Phase
 from vaemem.prediction.request import Card, Software, find_card, usual_tile
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture, diffusers_release
 from vaemem.pytorch.converting import convert, modules_of

@@ -1,4 +1,4 @@
-"""Write a module's call as text for vaemem/pipelines/programs.py: a tree of calls, and sizes as polynomials."""
+"""Write a module's call as text for vaemem/pipelines/recorded_modules.py: a tree of calls, and sizes as polynomials."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def _intern(table: list[Any], row: list[Any]) -> int:
 
 
 def weights_text(module: torch.nn.Module, dtype: torch.dtype, kept: Container[int] = ()) -> list[str]:
-    """Return a module's tensors, one text a distinct submodule, as programs.py reads them.
+    """Return a module's tensors, one text a distinct submodule, as recorded_modules.py reads them.
 
     dtype: the module's own; its tensors of another one have it in any case
     kept: ids of parameters that are float32 in float16 only

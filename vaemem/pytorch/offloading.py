@@ -12,8 +12,8 @@ from vaemem._errors import ArgumentTypeError
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines.by_diffusers import PipelinePrediction
 from vaemem.pipelines.pipeline_parts import PLACES
-from vaemem.pipelines.programs import load_program
-from vaemem.prediction.recordings import is_recorded_component
+from vaemem.pipelines.recorded_modules import load_program
+from vaemem.prediction.recording_files import is_recorded_component
 from vaemem.pytorch.free_memory import count_bytes, find_free
 from vaemem.pytorch.loading import known_components
 

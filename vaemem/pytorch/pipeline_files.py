@@ -23,11 +23,11 @@ from vaemem._saving import check_writable, write
 from vaemem._types import Dtype
 from vaemem.engine.arguments import Progress, polling
 from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
-from vaemem.pipelines.programs import Recorded
-from vaemem.pipelines.text import PipelineText, video_variables
-from vaemem.prediction.held import arch_key
-from vaemem.prediction.passing import pass_vae
-from vaemem.prediction.recordings import FILE_FORMAT, OPTIONAL_FACTS, SUFFIX
+from vaemem.pipelines.pipeline_text import PipelineText, video_variables
+from vaemem.pipelines.recorded_modules import Recorded
+from vaemem.prediction.held_tensors import arch_key
+from vaemem.prediction.offloaded_weights import pass_vae
+from vaemem.prediction.recording_files import FILE_FORMAT, OPTIONAL_FACTS, SUFFIX
 from vaemem.prediction.request import find_card
 from vaemem.prediction.runtimes import configured_architecture
 from vaemem.pytorch.any_pipeline import check_pipeline, open_pipeline

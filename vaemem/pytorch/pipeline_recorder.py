@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from vaemem import _core
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
-from vaemem.prediction.planned import OF_WEIGHTS
+from vaemem.prediction.phases import OF_WEIGHTS
 from vaemem.prediction.request import Card
 from vaemem.pytorch.contents import CPU, MOST_KNOWN, ContentsRecorder, PythonCalls
 from vaemem.pytorch.recorder import NEGLIGIBLE, Recording, aten

@@ -1,4 +1,4 @@
-"""Write a pipeline's text from recordings at several sizes (`vaemem.pipelines.text` has the format).
+"""Write a pipeline's text from recordings at several sizes (`vaemem.pipelines.pipeline_text` has the format).
 
 Recordings that do the same become one case. They may differ in sizes, in the number of steps, and in how often they do
 the same for each image, step or clip. Which variables tell the cases apart is found here.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._errors import ArgumentError
-from vaemem.pipelines.text import COMPARISONS, PipelineText, phase_of, steps_before_change
+from vaemem.pipelines.pipeline_text import COMPARISONS, PipelineText, phase_of, steps_before_change
 from vaemem.pytorch.fitting import PolynomialFit, products
 from vaemem.pytorch.text_recorder import Event
 

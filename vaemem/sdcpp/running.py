@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from vaemem._common import choose
 from vaemem._errors import ArgumentError, Named
 from vaemem.engine.weights import told_bytes
-from vaemem.prediction.planned import Phase, Way
+from vaemem.prediction.phases import Phase, Way
 from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, GGML_TYPES, SDCPP_VERSION, Graph, graph
 
 SMALLER_TYPE = "Q4_K"  # tried if nothing fits

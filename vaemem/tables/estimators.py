@@ -17,7 +17,7 @@ from vaemem._common import ELEMENT_BYTES, MIB, OPS, as_csv, choose, distinct, gr
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Shown, Sizer
 from vaemem._saving import write
-from vaemem.prediction.predict import predict as predict_vae
+from vaemem.prediction.predict_vae import predict as predict_vae
 from vaemem.prediction.runtimes import WAN
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION, graph
 from vaemem.tables.fit import KEY, Fit, FittedLine

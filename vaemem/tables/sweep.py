@@ -36,7 +36,7 @@ from vaemem.engine.configs import known_arch, named_model
 from vaemem.engine.limits import Limit
 from vaemem.engine.records import Run
 from vaemem.engine.vae import VAE
-from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.predict_vae import Prediction, predict
 from vaemem.prediction.request import VAEArguments, find_card, resolve_vae
 from vaemem.prediction.runtimes import architecture
 from vaemem.tables.table import Row, Table

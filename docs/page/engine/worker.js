@@ -51,7 +51,7 @@ async function load() {
         names: folder => $B.$list(DATA.filter(name => name.startsWith(folder + "/"))
             .map(name => name.slice(folder.length + 1)).filter(name => !name.includes("/"))),
     };
-    $B.runPythonSource("import ask, vaemem.prediction.predict, vaemem.pipelines.predict_pipeline", {name: "main"});
+    $B.runPythonSource("import ask, vaemem.prediction.predict_vae, vaemem.pipelines.predict_pipeline", {name: "main"});
     return text => $B.$call($B.module_getattr($B.imported.ask, "ask"), text);
 }
 

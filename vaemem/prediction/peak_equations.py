@@ -16,7 +16,7 @@ from vaemem._common import MIB, distinct, grouped, whole
 from vaemem._errors import ArgumentError
 from vaemem._numpy import np
 from vaemem._render import Columns
-from vaemem.prediction.closed import PlayedPeak
+from vaemem.prediction.closed_form import PlayedPeak
 from vaemem.prediction.laws import (
     Law,
     least_above,

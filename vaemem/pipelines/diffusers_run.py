@@ -1,5 +1,5 @@
 """Play a pipeline of diffusers on a simulated process: load and unload components, allocate and free tensors, and read
-the counters at the end of each phase. The pipeline's text (vaemem/pipelines/text.py) has its steps."""
+the counters at the end of each phase. The pipeline's text (vaemem/pipelines/pipeline_text.py) has its steps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._errors import ArgumentError
-from vaemem.pipelines import programs
+from vaemem.pipelines import recorded_modules
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, is_vae, vae_counts
 from vaemem.pipelines.pipeline_parts import PLACES, Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
+from vaemem.pipelines.pipeline_text import load_text, phase_of, play_text
 from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES
 from vaemem.pipelines.storage import Stored
-from vaemem.pipelines.text import load_text, phase_of, play_text
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.held import LoadedVAE, Moment, Tensor, arch_key, moments
-from vaemem.prediction.passing import pass_vae
+from vaemem.prediction.held_tensors import LoadedVAE, Moment, Tensor, arch_key, moments
+from vaemem.prediction.offloaded_weights import pass_vae
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import refusing_too_large
 from vaemem.prediction.runtimes import LAST_PARTLY_UPCAST, architecture
@@ -170,7 +170,7 @@ class PipelineRun:
         if role not in self.parts:
             return ()
         component = self.parts[role].component
-        wanted = ("n", "f", "h", "w") if is_vae(component) else programs.load_program(component).variables
+        wanted = ("n", "f", "h", "w") if is_vae(component) else recorded_modules.load_program(component).variables
         if missing := [name for name in wanted if name not in sizes]:
             raise ArgumentError("text", f"{', '.join(wanted)} in a call of {role}", f"a line without {missing[0]}")
         sizes = {name: sizes[name] for name in wanted}
@@ -205,7 +205,7 @@ class PipelineRun:
         self.bring(role)
         part, process = self.parts[role], self.process
         if role in self.request.on_cpu:
-            process.count(host_flops=part.trace(find_gpu(programs.ANY_GPU), "none", False, **sizes).flops)
+            process.count(host_flops=part.trace(find_gpu(recorded_modules.ANY_GPU), "none", False, **sizes).flops)
             return ()
         offload = (self.request.group or self.request.offload) if role in self.moved else "none"
         later = bool(self.request.group) and any(one == role for one, _ in self.calls)
@@ -257,7 +257,7 @@ class PipelineRun:
             return ()
         if request.vae == "vaemem":
             shape = request.batch, 3, request.height, request.width
-            return [self.take("image", math.prod(shape) * programs.DTYPE_BYTES[part.dtype])]
+            return [self.take("image", math.prod(shape) * recorded_modules.DTYPE_BYTES[part.dtype])]
         vae = self._vae()
         shape = (n, vae.latent_channels, *([f] if request.pipeline.frames else []), h, w)
         latents = Tensor(process, "latents", shape, vae.first or vae.dtype, [given])

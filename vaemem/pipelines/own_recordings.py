@@ -7,7 +7,7 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import __version__
-from vaemem.pipelines.phased import UNCOMPARED, PhasedAnswer
+from vaemem.pipelines.phased_answer import UNCOMPARED, PhasedAnswer
 from vaemem.prediction.request import Request
 
 

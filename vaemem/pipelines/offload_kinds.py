@@ -1,14 +1,20 @@
-"""diffusers' group offloading, as ``pipe.enable_group_offload`` takes it."""
+"""The kinds of offloading in diffusers, and the ways of running its VAE, as `predict_pipeline` takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vaemem._common import choose, flag, listed, number_in, whole
-from vaemem._errors import ArgumentError
+from vaemem._common import MOST_SIDE, choose, flag, listed, meant, number_in, whole
+from vaemem._errors import ArgumentError, Named
+from vaemem.engine.limits import parse_size
+from vaemem.pipelines.components import VAE_STRIDE
 
+OFFLOADS = ("none", "model", "sequential")
+TORCH_WAYS = ("whole", "tiled", "sliced")
+VAE_WAYS = (*TORCH_WAYS, "vaemem")
+SLICED_TOO = " and sliced"  # after a tiled way
 GROUPS_SINCE = 42  # the release of diffusers whose hooks were read: 0.42
 OFFLOAD_TYPES = ("block_level", "leaf_level")
 UNKNOWN = {
@@ -98,3 +104,36 @@ class GroupOffload:
     def pins(self) -> bool:
         """Whether the host's copies of the weights are pinned ahead."""
         return self.use_stream and not self.low_cpu_mem_usage and self.offload_to_disk_path is None
+
+
+def is_tile(side: str, unit: int) -> bool:
+    """Tell whether a text is the side of a tile: a multiple of `unit` pixels."""
+    pixels = number_in(side) or 0
+    return 0 < pixels <= MOST_SIDE and pixels % unit == 0
+
+
+def check_way(
+    roles: Collection[str], offload: Any, vae: Any, vae_memory_limit: int | str | None
+) -> tuple[str, tuple[str, ...], str, int]:
+    """Check these arguments of `vaemem.predict_pipeline` for a pipeline's roles. Return how the pipeline is offloaded,
+    the roles on the CPU, how the VAE runs, and vaemem's limit in bytes or 0."""
+    on_cpu: tuple[str, ...] = ()
+    if group := GroupOffload.read(offload):
+        offload = str(group)
+    elif isinstance(offload, Mapping):
+        for role, place in offload.items():
+            choose("offload", role, roles)
+            choose(f"offload[{role!r}]", place, ("cpu", "cuda"))
+        on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
+    offload = offload if group else meant("offload", offload, (*OFFLOADS, *OFFLOAD_TYPES))
+    vae = f"{str(vae).removeprefix('sliced and ')}{SLICED_TOO}" if str(vae).startswith("sliced and ") else str(vae)
+    how, _, side = vae.removesuffix(SLICED_TOO).partition(" ")
+    sliced_too = SLICED_TOO if how == "tiled" and vae.endswith(SLICED_TOO) else ""
+    if how == "tiled" and side and not is_tile(side, VAE_STRIDE):
+        raise ArgumentError("vae", f"the side of a tile, a multiple of {VAE_STRIDE} as in 'tiled 512'", repr(vae))
+    vae = vae if how == "tiled" and side else meant("vae", vae.removesuffix(sliced_too), VAE_WAYS) + sliced_too
+    if (vae == "vaemem") != (vae_memory_limit is not None):
+        wanted = ("a limit with ", Named("vae", "vaemem"), " and None with any other")
+        raise ArgumentError("vae_memory_limit", wanted, f"{vae_memory_limit!r} with {vae!r}")
+    limit = 0 if vae_memory_limit is None else parse_size("vae_memory_limit", vae_memory_limit)
+    return offload, on_cpu, vae, limit

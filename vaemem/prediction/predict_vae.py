@@ -24,14 +24,14 @@ from vaemem.engine.limits import LARGEST_SEARCHED, check_aspect, find_largest, s
 from vaemem.engine.vae import VAE
 from vaemem.prediction.answer import ModulePrediction
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
-from vaemem.prediction.closed import derive
+from vaemem.prediction.closed_form import derive
+from vaemem.prediction.default_dtypes import FIXED, OVERFLOWING, SENDING, held_by, usual_dtypes
 from vaemem.prediction.gpus import known_gpu
-from vaemem.prediction.held import arch_key
-from vaemem.prediction.job import MOST
+from vaemem.prediction.held_tensors import arch_key
 from vaemem.prediction.request import VAEArguments, VAERequest, resolve_vae, usual_overlap
 from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, followed, parameter_bytes
 from vaemem.prediction.seconds import Seconds
-from vaemem.prediction.usual import FIXED, OVERFLOWING, SENDING, held_by, usual_dtypes
+from vaemem.prediction.vae_job import MOST
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
 
 # Limits of the search in tiles, because a larger image may take no more memory: pixels a side, and pixels in all.
@@ -66,7 +66,7 @@ class Advice(NamedTuple):
 
         Examples
         --------
-        >>> from vaemem.prediction.predict import Advice
+        >>> from vaemem.prediction.predict_vae import Advice
         >>> Advice("in float16", "fits", 5, 9, "vaemem fits ...").to_dict()["needed_bytes"]
         5
         """

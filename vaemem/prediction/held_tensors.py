@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from vaemem import _core
 from vaemem._common import MIB, latent_factor
 from vaemem._errors import ArgumentTypeError
-from vaemem.prediction.passing import Passing
+from vaemem.prediction.offloaded_weights import Passing
 from vaemem.prediction.runtimes import packing
 
 

@@ -46,7 +46,7 @@ from typing import NamedTuple, Protocol
 
 from vaemem._common import shipped
 from vaemem._errors import ArgumentError, inside
-from vaemem.prediction.recordings import find_component, is_recorded_component
+from vaemem.prediction.recording_files import find_component, is_recorded_component
 
 VARIABLES = "n h w f l a p y x q k t m s e v g u c i".split()
 _PHASES = {  # of roles with these words

@@ -13,13 +13,13 @@ from vaemem._saving import write
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.answer import Answer, alias, largest_tensor
-from vaemem.prediction.planned import Phase, Result
-from vaemem.prediction.plays import Plays
-from vaemem.prediction.predict import Advice
+from vaemem.prediction.phases import Phase, Result
+from vaemem.prediction.predict_vae import Advice
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
 from vaemem.prediction.request import PAGE, Request
 from vaemem.prediction.seconds import machine_of
 from vaemem.prediction.verdict import FITS, judge_played
+from vaemem.prediction.verdict_bounds import Plays
 
 UNCOMPARED = "nobody compared this pipeline with a run"
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # their sum is a phase's total

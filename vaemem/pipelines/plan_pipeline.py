@@ -7,8 +7,8 @@ from typing import Any
 
 from vaemem._arguments import shared
 from vaemem._types import Dtype
-from vaemem.pipelines.by_programs import PLANNED_RUNTIMES, PlannedRuntime, read_arguments
 from vaemem.pipelines.pipeline_arguments import PlanArguments
+from vaemem.pipelines.programs import PLANNED_RUNTIMES, PlannedRuntime, read_arguments
 from vaemem.pipelines.ways import PipelinePlan
 from vaemem.prediction.gpus import Gpu
 
