@@ -120,7 +120,7 @@ lint: $(VENV)/check.stamp ## ruff, mypy, clang-format, workflows, cppcheck
 	$(BIN)/zizmor --offline --no-progress -q --min-severity medium .github/workflows
 	@if command -v cppcheck >/dev/null; then \
 	    cppcheck -j "$$(nproc)" --quiet --error-exitcode=1 --std=c11 --enable=warning,performance,portability \
-	        --inline-suppr --suppress=missingIncludeSystem --suppress=invalidPointerCast -DVM_HAVE_X86=1 csrc/*.c csrc/predict/*.c kernels; \
+	        --inline-suppr --suppress=missingIncludeSystem --suppress=invalidPointerCast -DVM_HAVE_X86=1 csrc/*.c csrc/engine csrc/predict kernels; \
 	else echo "lint: cppcheck is not installed: skipped"; fi
 
 format: $(VENV)/check.stamp ## formats Python and C; before a commit

@@ -75,7 +75,7 @@ FLAGS = {
     "kernels/avx512bf16": [*KERNELS, *AVX512, "-mavx512bf16"],
     "kernels/amx": [*KERNELS, *AMX],
 }
-FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/ref"]
+FOLDERS = ["csrc", "csrc/engine", "csrc/predict", "csrc/predict/*", "csrc/python", "kernels", "kernels/ref"]
 FOLDERS += [f"kernels/{name}" for name in SETS]
 
 # The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
@@ -221,7 +221,7 @@ CUDA_ONLY, KERNELS_ONLY = "csrc/python/py_cuda.c", "csrc/python/py_kernels.c"
 core = sorted(
     path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c") if path not in (CUDA_ONLY, KERNELS_ONLY)
 )
-alone = [path for path in core if os.path.dirname(path) not in ("csrc/python", "csrc/predict")]
+alone = [path for path in core if not path.startswith(("csrc/python/", "csrc/predict/"))]
 ABI = [("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else []
 extensions = [
     Extension(

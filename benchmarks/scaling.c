@@ -4,7 +4,7 @@
  *   scaling copy                                    bytes per second that two threads copy in memory
  *   scaling run SIZE DTYPE LIMIT BATCH EACH THREADS a decode of SDXL, with each number of threads
  *
- * A pool takes the place of csrc/pool.c. It has one real thread, and a clock for each thread of the model. A task runs
+ * A pool takes the place of csrc/engine/threads.c. It has one real thread, and a clock for each thread of the model. A task runs
  * on the thread that is free first. Its time is the processor time of such a task: a pass's first tasks are run and
  * timed, their median stands for the rest, and the rest are skipped. So the image is wrong. The caller works alone
  * between batches. A batch costs BATCH seconds, and EACH for each thread that it wakes. LIMIT: bytes besides the
@@ -24,7 +24,7 @@
 #define vm_pool_close real_close
 #define vm_pool_each real_each
 #define vm_now real_now
-#include "../csrc/pool.c"
+#include "../csrc/engine/threads.c"
 #undef vm_pool_open
 #undef vm_pool_close
 #undef vm_pool_each
@@ -35,8 +35,8 @@ vm_status vm_pool_open(vm_pool *pool, unsigned threads, size_t rows_total, vm_po
 void vm_pool_close(vm_pool *pool);
 vm_status vm_pool_each(void *pool, size_t n, size_t rows, vm_task fn, const void *job);
 
-#include "../csrc/flow.c"
-#include "../csrc/run.c"
+#include "../csrc/engine/flow.c"
+#include "../csrc/engine/run.c"
 
 enum { MOST_THREADS = 256, KINDS = 1024, SAMPLES = 5 };
 

@@ -82,7 +82,12 @@ class Chain:
 def build(folder: str) -> str:
     """Compiles scaling.c with the core and all kernels of this machine. Returns: the program."""
     (sets,) = [names for names, machine in KERNELS.items() if machine == platform.machine().lower()]
-    sources = [*ROOT.glob("csrc/*.c"), *ROOT.glob("kernels/*.c"), *ROOT.glob("kernels/ref/*.c")]
+    sources = [
+        *ROOT.glob("csrc/*.c"),
+        *ROOT.glob("csrc/engine/*.c"),
+        *ROOT.glob("kernels/*.c"),
+        *ROOT.glob("kernels/ref/*.c"),
+    ]
     sources = [path for path in sources if path.name not in INCLUDED]
     jobs = [(path, ()) for path in sources]
     jobs += [(path, FLAGS[name]) for name in sets.split() for path in ROOT.glob(f"kernels/{name}/*.c")]

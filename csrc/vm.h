@@ -5,7 +5,7 @@
  *   chain.c    passes that run together    choose.c   picks the chains    layout.c   places every byte before the run
  *   plan.c     turns a request into a plan
  *   flow.c     runs a chain's tasks as soon as their rows are there
- *   run.c      runs it on a backend     mem.c      the only allocator            pool.c     the only threads
+ *   run.c      runs it on a backend     mem.c      the only allocator            threads.c  the only threads
  *
  * Ownership: whoever calls *_new owns the object and gives it to *_free, which accepts NULL and half-built objects. A
  * function borrows a pointer argument for the call unless its comment says otherwise. Every function that can fail
@@ -352,7 +352,7 @@ vm_status vm_plan_for_run(vm_model *model, const vm_request *request, vm_plan **
  * model keeps there counts against the next run's limit, and planning is short compared with a run. */
 void vm_plan_keep(vm_model *model, vm_plan *plan);
 
-/* ---- pool.c ---- */
+/* ---- threads.c ---- */
 
 /* Called by the thread that started the run, at most about 20 times a second. Returns: true to stop the run. */
 typedef bool (*vm_poll)(void *context, size_t rows_done, size_t rows_total);

@@ -5,8 +5,8 @@
  * Profiles, workspaces and programs count from 0 within the file; traces, scripts, plays and rows of other workspaces within
  * a question. Every line prints one line. */
 #include "../csrc/predict/judge.h"
-#include "../csrc/predict/program.h"
-#include "../csrc/predict/workspace.h"
+#include "../csrc/predict/modules/program.h"
+#include "../csrc/predict/workspace/workspace.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -462,7 +462,7 @@ class Core:
 
 def stand_in() -> None:
     """Every module of the package calls the core through `Core` from now on, and the log has every verdict."""
-    for name in ("prediction.predict", "pipelines.by_diffusers", "pipelines.by_comfyui", "pipelines.by_sdcpp"):
+    for name in ("prediction.predict_vae", "pipelines.by_diffusers", "pipelines.by_comfyui", "pipelines.by_sdcpp"):
         importlib.import_module(f"vaemem.{name}")
     core = Core()
     for name, module in [*sys.modules.items()]:

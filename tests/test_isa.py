@@ -21,7 +21,7 @@ from vaemem import _core
 
 ROOT = Path(__file__).parent.parent
 ARM = "aarch64"
-CORE = ["csrc/*.c", "csrc/predict/torch_*.c", "csrc/predict/play*.c", "csrc/predict/script.c", "kernels/*.c"]
+CORE = ["csrc/*.c", "csrc/engine/*.c", "csrc/predict/*.c", "csrc/predict/*/*.c", "kernels/*.c"]
 
 
 @pytest.fixture(scope="module")

@@ -179,7 +179,7 @@ def includes(path: Path) -> Iterator[str]:
 
 def ours(path: Path, name: str) -> Path | None:
     """The file of ours that an #include means: beside its includer, else in a folder that the build searches."""
-    folders = (path.parent, ROOT / "csrc", ROOT / "csrc/predict", ROOT / "csrc/python", ROOT / "kernels")
+    folders = (path.parent, ROOT / "csrc", ROOT / "csrc/python", ROOT / "kernels")
     return next((found for folder in folders if (found := (folder / name).resolve()) in HOUSE), None)
 
 
@@ -266,7 +266,7 @@ def test_retired_words():
     public = re.compile(r"^ *(?:def|class) ([A-Za-z]\w*)", re.MULTILINE)
     files = [path for room in ("prediction", "pipelines") for path in (ROOT / "vaemem" / room).glob("*.py")]
     names = {name for path in files for name in public.findall(path.read_text("utf-8"))}
-    for header in (ROOT / "csrc/predict").glob("*.h"):
+    for header in (ROOT / "csrc/predict").rglob("*.h"):
         names |= set(re.findall(r"\b(vm_\w+)", header.read_text("utf-8")))
     assert len(names) > 700 and {name for name in names - KEPT if words_of(name) & RETIRED} == set()
 

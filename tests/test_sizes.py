@@ -95,7 +95,9 @@ def run_with_core(name, program, *flags):
     """A C program of this folder, built together with the core, ends well."""
     if not tools.runs("gcc"):
         pytest.skip("there is no gcc")
-    sources = [f for folder in ("csrc", "kernels", "kernels/ref") for f in glob.glob(f"{ROOT}/{folder}/*.c")]
+    sources = [
+        f for folder in ("csrc", "csrc/engine", "kernels", "kernels/ref") for f in glob.glob(f"{ROOT}/{folder}/*.c")
+    ]
     flags = [*flags, "-std=gnu11", "-O1", "-o", program, f"{ROOT}/tests/{name}", *sources, "-lm", "-lpthread"]
     built = subprocess.run(["gcc", *flags], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr

@@ -10,9 +10,9 @@ import tools
 ROOT = Path(__file__).parent.parent
 SOURCES = [
     "csrc/*.c",
-    "csrc/predict/torch_*.c",
-    "csrc/predict/play*.c",
-    "csrc/predict/script.c",
+    "csrc/engine/*.c",
+    "csrc/predict/*.c",
+    "csrc/predict/*/*.c",
     "kernels/*.c",
     "kernels/ref/*.c",
     "tests/threads/threads.c",

@@ -856,7 +856,7 @@ def test_old_versions_on_8_6_are_as_later_ones_in_half_precision():
 
 
 def relatives(sm, version):
-    """Profiles that bound a version's answers on a compute capability (csrc/predict/catalogue.h)."""
+    """Profiles that bound a version's answers on a compute capability (csrc/predict/workspace/catalogue.h)."""
     catalogue = profiles.shipped_catalogue()
     return [catalogue.profile(number) for number in catalogue.core.relatives(sm, profiles.number_of(version))]
 

@@ -1,7 +1,7 @@
 /* Walks calls of every VAE that vaemem knows, plays them on simulated allocators and prints what each comes to.
  * test_32bit.py builds it for addresses of 32 and of 64 bits, which have to print the same. */
-#include "../csrc/predict/lookup.h"
-#include "../csrc/predict/program.h"
+#include "../csrc/predict/workspace/lookup.h"
+#include "../csrc/predict/modules/program.h"
 
 #include <stdio.h>
 

@@ -5,7 +5,7 @@
  *
  * Any other allocator plays the script for each row from the start. */
 #include "play_parts.h"
-#include "torch_pool.h"
+#include "allocator/plain.h"
 
 #include <string.h>
 

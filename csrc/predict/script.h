@@ -9,7 +9,7 @@
 #ifndef VM_SCRIPT_H
 #define VM_SCRIPT_H
 
-#include "torch_trace.h"
+#include "trace/trace.h"
 
 typedef enum vm_event_kind {
     VM_EVENT_TAKE,    /* storages come */

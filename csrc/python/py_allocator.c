@@ -1,7 +1,7 @@
 /* vaemem._core.CachingAllocator: the simulated PyTorch allocator. vaemem/prediction/snapshot.py wraps it. */
 #include "py.h"
 
-#include "../predict/torch_alloc.h"
+#include "../predict/allocator/allocator.h"
 
 typedef struct Allocator {
     PyObject_HEAD

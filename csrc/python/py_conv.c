@@ -1,5 +1,5 @@
 /* Convolutions between Python and C. */
-#include "../predict/torch_trace.h"
+#include "../predict/trace/trace.h"
 #include "py.h"
 
 /* Converts one number for all dimensions, or a sequence of them; `none` is the depth with two dimensions. */

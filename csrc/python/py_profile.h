@@ -2,7 +2,7 @@
 #ifndef VM_PY_PROFILE_H
 #define VM_PY_PROFILE_H
 
-#include "../predict/lookup.h"
+#include "../predict/workspace/lookup.h"
 #include "py.h"
 
 /* Returns: the core's profile, borrowed until the Profile is freed. NULL: TypeError. */

@@ -1,5 +1,5 @@
 /* vaemem._core.Program: a recorded module, read from its text, and the traces and FLOPs of its calls. */
-#include "../predict/program.h"
+#include "../predict/modules/program.h"
 #include "py.h"
 
 typedef struct Program {
@@ -72,13 +72,13 @@ static PyMethodDef methods[] = {
      "tensors that come for a module's call and leave after that of `until`. by: 0 if they are made there, 1 if "
      "accelerate's hooks send them, 2 if diffusers' do. companions: [(module, rank, rows, columns)], the low-rank "
      "pairs "
-     "of layers. The others: csrc/predict/torch_trace.h."},
+     "of layers. The others: csrc/predict/trace/trace.h."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot slots[] = {{Py_tp_new, program_new},
                               {Py_tp_dealloc, program_dealloc},
                               {Py_tp_methods, methods},
-                              {Py_tp_doc, "A recorded module, from its text (csrc/predict/program.h)."},
+                              {Py_tp_doc, "A recorded module, from its text (csrc/predict/modules/program.h)."},
                               {0, NULL}};
 
 PyType_Spec vm_py_program_type = {

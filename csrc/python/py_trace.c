@@ -1,5 +1,5 @@
 /* vaemem._core.Trace: what a PyTorch call allocates and frees, built from an architecture or recorded step by step. */
-#include "../predict/torch_trace.h"
+#include "../predict/trace/trace.h"
 #include "py.h"
 
 typedef struct Trace {

@@ -1,5 +1,5 @@
 /* Converts between Python's values and the core's: sizes, architectures, backends, precisions. */
-#include "../predict/torch_trace.h"
+#include "../predict/trace/trace.h"
 #include "py.h"
 
 static PyObject *size_item(const void *size, size_t i) { return PyLong_FromSize_t(((const size_t *)size)[i]); }

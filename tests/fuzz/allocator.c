@@ -1,5 +1,5 @@
 /* Any calls on the simulated allocator: after each, its blocks, its figures and what was handed out agree. */
-#include "../../csrc/predict/torch_alloc.h"
+#include "../../csrc/predict/allocator/allocator.h"
 #include "input.h"
 
 enum { HANDLES = 16 };

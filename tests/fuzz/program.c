@@ -1,5 +1,5 @@
 /* Programs read from any text, and played with any sizes: what they take is a trace that can be run. */
-#include "../../csrc/predict/program.h"
+#include "../../csrc/predict/modules/program.h"
 #include "input.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {

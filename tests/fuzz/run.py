@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 IN_C = ("plan", "trace", "program", "script", "lookup", "allocator")
 IN_PYTHON = ("unpickle", "safetensors", "gguf", "table")
-SOURCES = ("csrc/*.c", "csrc/predict/*.c", "kernels/*.c", "kernels/ref/*.c")
+SOURCES = ("csrc/*.c", "csrc/engine/*.c", "csrc/predict/*.c", "csrc/predict/*/*.c", "kernels/*.c", "kernels/ref/*.c")
 FLAGS = ["-std=gnu11", "-O1", "-g", "-Wno-missing-field-initializers", "-fno-sanitize-recover=all"]
 SANITIZE = "address,undefined"
 

@@ -33,7 +33,7 @@ OFFERED: dict[str, tuple[Later | str, ...]] = {
     "gpu": (Later("cli.completion:card_names"),),
     "offload": (Later("pipelines.offload_kinds:OFFLOADS"),),
     "vae": (Later("pipelines.offload_kinds:VAE_WAYS"),),
-    "runtime": (Later("prediction.runtimes:PROGRAM_NAMES"), Later("pipelines.by_programs:PREDICTED_RUNTIMES")),
+    "runtime": (Later("prediction.runtimes:PROGRAM_NAMES"), Later("pipelines.programs:PREDICTED_RUNTIMES")),
     "weights_dtype": DTYPES,
     "torch_version": (Later(_VERSIONS),),
     "allocator": ("native", "cudaMallocAsync", "expandable_segments:True"),

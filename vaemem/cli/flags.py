@@ -260,7 +260,7 @@ FLAGS: dict[str, FlagSettings] = {
     "random": _flag("Build the pipeline at full size with random weights, without files.", action="store_true"),
     "prompt": _flag("The prompt.", default="a photo of a cat"),
     # of formulas
-    "application": _flag(choices=Later("prediction.applications:APPLICATIONS")),
+    "application": _flag(choices=Later("prediction.bound_code:APPLICATIONS")),
     "dtypes": _flag("The types of numbers.", type=_dtype, nargs="+", choices=DTYPES),
     "sides": _flag(type=count, nargs="+", metavar="PIXELS"),
 }  # fmt: skip
@@ -303,8 +303,8 @@ FLAGS |= {
         required=False),
     "become_scaled": _like("scaled", help="Scale the latents as a pipeline holds them."),
     "compared_csv": _like("csv", help="Also write each row and its estimates to this file."),
-    "predicted_runtime": _like("runtime", choices=Later("pipelines.by_programs:PREDICTED_RUNTIMES")),
-    "planned_runtime": _like("runtime", choices=Later("pipelines.by_programs:PLANNED_RUNTIMES")),
+    "predicted_runtime": _like("runtime", choices=Later("pipelines.programs:PREDICTED_RUNTIMES")),
+    "planned_runtime": _like("runtime", choices=Later("pipelines.programs:PLANNED_RUNTIMES")),
     "formula_runtime": _like("runtime", help="The program that runs the VAE."),
     "measured_offload": _flag(
         "How modules are offloaded.", choices=Later("pipelines.offload_kinds:OFFLOADS"),
@@ -315,7 +315,7 @@ FLAGS |= {
         action="store_true"),
     "measured_csv": _like("csv", option="-o --csv"),
     "whose_runtime": _like("runtime", choices=None,
-        help=Later("prediction.runtimes:PROGRAM_NAMES pipelines.by_programs:PREDICTED_RUNTIMES",
+        help=Later("prediction.runtimes:PROGRAM_NAMES pipelines.programs:PREDICTED_RUNTIMES",
                    "The program that runs it: for a VAE {}; for a pipeline {}.")),
     "answer_format": _like("format", choices=("text", "markdown", "csv", "json")),
     "plain_format": _like("format", choices=("text", "json")),

@@ -35,8 +35,8 @@ from vaemem.prediction.runtimes import architecture, code_of, parameter_bytes
 
 # VAEs with different tensors: SDXL's are SD1.5's and Playground's, FLUX.1's are SD3's, Z-Image's and CogView4's.
 ALIKE = {"sdxl": "SD1.5, SDXL", "flux": "FLUX.1, SD3, Z-Image", "flux2": "FLUX.2", "qwen-image": "Qwen-Image"}
-# Releases of PyTorch that keep 3D convolutions in half precision from cuDNN (why_own in csrc/predict/lookup.c), and
-# so allocate other memory for the VAEs of videos. None is the default release.
+# Releases of PyTorch that keep 3D convolutions in half precision from cuDNN (why_own in csrc/predict/workspace).
+# So they allocate other memory for the VAEs of videos. None is the default release.
 TORCH_RELEASES = None, "2.9.1"
 VIDEO_TILE = 256  # pixels a side, of ComfyUI's tiles for video VAEs
 TELLING = 64 * MIB  # many runs make smaller requests

@@ -100,7 +100,7 @@ class Recorded:
 
 
 def _lines(name: str, data: Mapping[str, Any]) -> Iterator[str]:
-    """A file as csrc/predict/program.h reads it."""
+    """A file as csrc/predict/modules/program.h reads it."""
     yield f"name {name}"
     yield f"variables {' '.join(data['variables'])}"
     for key, (of, by, to) in data["derived"].items():

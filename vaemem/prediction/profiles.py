@@ -26,7 +26,7 @@ and ``p`` (output pixels) then describe the largest such part. A single image of
 
 A file may also hold rules that precede its trees, and name the file that answers the rest. An inferred profile answers
 for its own version only. ``rules.json`` holds rules for versions that were never recorded, and for what only a card
-shows. `Catalogue` lists all of them; ``csrc/predict/catalogue.c`` decides which one answers for a card.
+shows. `Catalogue` lists all of them; ``csrc/predict/workspace/catalogue.c`` decides which one answers for a card.
 """
 
 import functools

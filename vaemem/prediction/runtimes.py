@@ -30,7 +30,7 @@ SINCE = {
 
 
 class _Runtime(NamedTuple):
-    """A program's code for VAEs, and how to call its methods; csrc/predict/torch_coders.c has their frames."""
+    """A program's code for VAEs, and how to call its methods; csrc/predict/vae/coders.c has their frames."""
 
     samples: bool = False  # encode returns latents and decode takes latents; otherwise encode returns a posterior
     host: bool = False  # inputs come from the host's memory, and results go there

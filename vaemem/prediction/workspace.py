@@ -4,10 +4,10 @@ PyTorch (eager, ``torch.backends.cudnn.benchmark`` off) gives each convolution a
 allocator: as many bytes as the first plan of cuDNN's instant heuristics needs. Three sources give the number, in this
 order:
 
-1. PyTorch's own code, for the convolutions that cuDNN does not run (``own_bytes`` in ``csrc/predict/lookup.c``).
+1. PyTorch's own code, for the convolutions that cuDNN does not run (``own_bytes`` in csrc/predict/workspace/lookup.c).
 2. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``). Rules for
    cuDNN before 9.8 take precedence over it (``profiles/rules.json``).
-3. a rule for all other convolutions (``usual_rule`` in ``csrc/predict/lookup.c``). docs/PREDICTION.md gives its error.
+3. a rule for all other convolutions (``usual_rule`` there). docs/PREDICTION.md gives its error.
 
 All ship with the package, so a question has the same answer on every machine. Each answer names its source, and
 `substitutions` lists the substitutes for missing data.
@@ -327,7 +327,7 @@ class Workspace:
         """Return every other plausible set of workspaces: bytes of each convolution of a trace or a process, by default
         of all convolutions so far, in that order. Empty if nothing was substituted.
 
-        csrc/predict/workspace.h defines these sets. Each appears once, and this workspace's own does not appear.
+        csrc/predict/workspace/workspace.h defines these sets. Each appears once, without this workspace's own.
         `every`: for a process with an unknown cuDNN.
         """
         return self._core.rows(every, self._core if of is None else of)

@@ -1,4 +1,4 @@
-"""A recorder's model of eager PyTorch: the layout of tensors, and a call of its attention. csrc/predict/torch_sdpa.c
+"""A recorder's model of eager PyTorch: the layout of tensors, and a call of its attention. csrc/predict/trace/sdpa.c
 chooses the attention's kernel."""
 
 from __future__ import annotations

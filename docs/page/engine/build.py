@@ -25,12 +25,17 @@ from typing import Any
 ENGINE = Path(__file__).resolve().parent
 PAGE, ROOT = ENGINE.parent, ENGINE.parents[2]
 ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", "wasm32-wasi", "-Oz"]
-SOURCES = ["csrc/*.c", "csrc/predict/*.c", "csrc/python/*.c", "kernels/*.c", "kernels/ref/*.c", "docs/page/engine/*.c"]
+SOURCES = ["csrc/**/*.c", "kernels/*.c", "kernels/ref/*.c", "docs/page/engine/*.c"]
 SIZES = {"VOID_P": 4, "SIZE_T": 4, "INT": 4, "LONG": 4, "LONG_LONG": 8, "WCHAR_T": 4}
 ALLOCATOR = ("Malloc", "Calloc", "Realloc", "Free")
 NOT_IN_THE_CORE = {"py_cuda.c", "py_kernels.c", "py_lock.c", "py_model.c", "py_run.c"}  # the page runs no VAE
 # The modules that ask.py calls: vaemem's names are imported on first use.
-CALLED = ["out_of_memory.explanation", "pipelines.plan", "pipelines.predict_pipeline", "prediction.predict"]
+CALLED = [
+    "out_of_memory.explanation",
+    "pipelines.plan_pipeline",
+    "pipelines.predict_pipeline",
+    "prediction.predict_vae",
+]
 CALLED += [f"pipelines.by_{program}" for program in ("comfyui", "diffusers", "mlx", "sdcpp")]
 # Of Brython's library, what the package imports in the page, directly or not. lib/ has short ones of our own.
 LIBRARY = """
