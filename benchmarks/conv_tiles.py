@@ -6,8 +6,9 @@ The passes are those of SD1.5, SDXL and FLUX at this size, or of a VAE with --ch
 GroupNorm and SiLU on load, bias, residual and the next norm's sums, and a shortcut that narrows writes in its input's
 place. The tiles take turns; a time is that of LAUNCHES launches in a row between two CUDA events, by their number,
 medians of rounds. FLOPs are as computed (after 2x, four products of nine). `chosen` is the tile that vm_conv_choose
-takes now: where another is faster, its costs in kernels/cuda/cuda.h are wrong. The kernels are what `setup.py build_ext
---inplace` has left. Rows go to conv_tiles_<gpu>.csv in benchmarks/results.
+takes now: where another is faster, its costs in kernels/cuda/cuda.h are wrong. conv_wgmma.cu's tiles run with a
+warpgroup ahead of the other, as vm_conv_args.lead says, and with both together. The kernels are what `setup.py
+build_ext --inplace` has left. Rows go to conv_tiles_<gpu>.csv in benchmarks/results.
 
 On the CPU (--device cpu --small) the emulator of the tests runs them, to see that this script does.
 """
@@ -114,10 +115,12 @@ class Turn:
     """A pass by one tile, as one that takes part in a race."""
 
     def __init__(
-        self, of: Pass, name: tuple[int, ...], launch: Callable[..., None], most_shared: int, multiprocessors: int
-    ):
+        self, of: Pass, name: tuple[int, ...], lead: int, launch: Callable[..., None], most_shared: int,
+        multiprocessors: int,
+    ):  # fmt: skip
         tile = conv_tiles(most_shared)[name]
         args = ConvArgs.from_buffer_copy(of.args)
+        args.lead = lead
         args.items = header().conv_items(args, tile)
         grid = header().conv_grid(args, tile, multiprocessors)
         kernel = conv_kernel(of.short, name)
@@ -146,22 +149,26 @@ def table(machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
             peak = machine.flops(dtype if machine.gpu else "float32")
             for case in [case for size in args.sizes for case in passes(size, 16 if args.small else args.channels)]:
                 one = Pass(case, dtype, machine.device, wgmma and case.k == 3)
-                turns = {name: Turn(one, name, launch, most, count) for name in one.tiles(most)}
+                lead = header().wgmma_lead(one.args.k)
+                ways = [(name, way) for name in one.tiles(most) for way in ([lead, 0] if len(name) > 3 else [0])]
+                turns = {way: Turn(one, *way, launch, most, count) for way in ways}
                 chosen = one.chosen(most, count)
                 failures: dict[str, str] = {}
                 times = race(machine, turns, args.rounds, args.case_seconds, failures)
-                for name in one.tiles(most):
-                    seconds = median([device for device, _ in times[name]]) if name in times else None
+                for way in ways:
+                    name, ahead = way
+                    seconds = median([device for device, _ in times[way]]) if way in times else None
+                    kind = (" wgmma" if ahead else " wgmma, together") * (len(name) > 3)
                     lines.append(
                         {
                             "pass": str(case),
                             "dtype": dtype,
-                            "tile": "{}x{}".format(*name) + " wgmma" * (len(name) > 3),
-                            "chosen": int(name == chosen),
+                            "tile": "{}x{}".format(*name) + kind,
+                            "chosen": int(name == chosen and (ahead > 0 or len(name) == 3)),
                             "ms": seconds and round(seconds * 1e3, 4),
                             "tflops": seconds and round(case.flops / seconds / 1e12, 1),
                             "share_of_peak": seconds and round(case.flops / seconds / peak, 3),
-                            "failure": failures.get(name, ""),
+                            "failure": failures.get(way, ""),
                             **ran,
                         }
                     )

@@ -99,7 +99,10 @@ print(sys.version, platform.platform(), *(f"{name} {version(name)}" for name in 
 import torch, vaemem
 print("cuDNN", torch.backends.cudnn.version(), "CUDA", torch.version.cuda, "vaemem", vaemem.__file__)
 print(*vaemem.backends("bfloat16"), sep="\\n")"""
-KERNELS = [f"tests/test_{name}.py" for name in ("cuda_kernels", "cuda_store", "cuda_attention", "cuda_own_conv")]
+KERNELS = [
+    f"tests/test_{name}.py"
+    for name in ("cuda_kernels", "cuda_store", "cuda_attention", "cuda_own_conv", "cuda_conv_video")
+]
 ON_GPU = {"VAEMEM_TEST_GPU": "1"}
 PEERS = ["--graphs", "--case-seconds", "5", "--peers", "eager", "channels_last"]
 

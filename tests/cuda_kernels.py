@@ -117,7 +117,7 @@ class ConvArgs(Args):
         *((name, c_uint32) for name in ("y_h", "y_w", "y_pitch", "y_c", "add_pitch")),
         *((name, c_uint32) for name in ("first_item", "items")),
         *((name, Ring) for name in ("x_ring", "y_ring", "add_ring")),
-        *((name, c_uint32) for name in ("k", "stride", "pad_y", "pad_x", "up", "act", "relu", "blocked")),
+        *((name, c_uint32) for name in ("k", "stride", "pad_y", "pad_x", "up", "act", "relu", "blocked", "lead")),
         *((name, c_uint32) for name in ("x_c", "x_rows", "held", "mirrored")),
         ("y_plane", c_uint64),
         *((name, c_int64) for name in ("row_step", "column_step", "frame_step")),
@@ -164,6 +164,7 @@ const uint32_t conv_kinds = VM_CONV_ALL_KINDS;
 uint32_t conv_parts(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_parts(a, t); }
 uint32_t conv_items(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_items(a, t); }
 uint32_t conv_filters(uint32_t outs) { return vm_conv_filters(outs); }
+uint32_t wgmma_lead(uint32_t k) { return vm_wgmma_lead(k); }
 uint32_t conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t n) { return vm_conv_grid(a, t, n); }
 """
 

@@ -146,6 +146,7 @@ def conv(kernels):
         args.x_ring, args.y_ring, args.add_ring = (
             of.args if ring else Ring() for of, ring in zip((of_x, of_y, of_add), rings, strict=True)
         )
+        args.lead = seed % 9  # at most the ring
         t = conv_tiles()[tile]
         each = header().conv_items(args, t)
         args.first_item, args.items = made[0] * each, len(made) * each

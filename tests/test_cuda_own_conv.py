@@ -203,6 +203,7 @@ class Conv:
             x=x, w=weights, y=y, add=add, **vectors, flags=flags, x_pitch=x_pitch, add_pitch=add_pitch,
             y_pitch=y_shape[1] if case.format == ROWS else 0, blocked=blocked,
         )  # fmt: skip
+        args.lead = seed % min(args.k**2 + 1, 9)  # at most the ring
         t = conv_tiles()[tile]
         parts = None
         if case.stats:

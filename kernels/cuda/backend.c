@@ -87,6 +87,7 @@ static vm_conv_args own_args(const vm_gpu *g, const vm_pass *p) {
                           .act = p->act,
                           .relu = p->relu,
                           .blocked = vm_gpu_blocked(g, p->ksize, vm_padded(p->x.c), vm_padded(p->y.c)),
+                          .lead = vm_wgmma_lead(p->up ? 2 : (uint32_t)p->ksize),
                           .format = p->y_format,
                           .clamp = p->clamp,
                           .out_scale = p->out_scale,

@@ -2,12 +2,14 @@
  * shared memory.
  *
  * A block has four warpgroups. The first two multiply: each has 8 of the tile's 16 rows, as two products of 64 pixels
- * (8 rows by 8 columns) by 128 or 96 channels, and ends its rows as conv.cu does. They share x and filters but do not
- * wait for each other, so one may multiply while the other adds, rounds, stores and measures. In the other two, one
- * thread has filters copied into a ring, one tap of a chunk after another, and seven warps normalise and activate
- * chunks of 64 channels of x with their halo.
+ * (8 rows by 8 columns) by 128 or 96 channels, and ends its rows as conv.cu does. They share x and filters. The first
+ * is some taps ahead of the second (lead), so one multiplies while the other adds, rounds, stores and measures. One
+ * alone keeps the tensor cores busy. In the other two warpgroups, one thread has filters copied into a
+ * ring, one tap of a chunk after another, and seven warps normalise and activate chunks of 64 channels of x with their
+ * halo.
  *
  *   full_x, empty_x: two chunks of x           full_w, empty_w: the slots of the ring
+ *   ahead: the first warpgroup has its lead in the chunk
  *   x        [8 planes][18][18][8 channels]    a tap's pixels are 16 bytes apart in a row,
  *   filter   [8 planes][outs][8 channels]      and rows 288: no other copy is made of them
  *
@@ -50,7 +52,7 @@ enum {
  * up: they would wait for more forever. */
 enum { VM_WGMMA_FEWER = 72, VM_WGMMA_MORE = 184 };
 static_assert(2 * VM_WGMMA_FEWER + 2 * VM_WGMMA_MORE <= 4 * VM_WGMMA_REGISTERS, "there are no more registers");
-static_assert(VM_WGMMA_BARRIERS + (2 * VM_WGMMA_STAGES + 4) * 8 == VM_WGMMA_SHARED, "as cuda.h");
+static_assert(VM_WGMMA_BARRIERS + (2 * VM_WGMMA_STAGES + 6) * 8 == VM_WGMMA_SHARED, "as cuda.h");
 
 /* A place in a ring, and the parity of its round. */
 template <int COUNT>
@@ -62,7 +64,7 @@ struct vm_wgmma_turn {
 };
 
 struct vm_wgmma_barriers {
-    uint64_t *full_x, *empty_x, *full_w, *empty_w;
+    uint64_t *full_x, *empty_x, *full_w, *empty_w, *ahead;
 };
 
 /* ---- the warps that prepare x ---- */
@@ -84,9 +86,23 @@ VM_DEVICE bool vm_wgmma_pixel(const vm_conv_args &a, const vm_wgmma_chunk &at, u
     return row < 15 + a.k && column < VM_CONV_COLUMNS - 1 + a.k && within && at.from.some;
 }
 
+/* Copies an unchanged chunk. All copies of a thread are under way together. */
+template <typename T, typename S>
+VM_DEVICE void vm_wgmma_copy(const vm_conv_args &a, const vm_wgmma_chunk &at, uint32_t first, char *to) {
+    const T *const from = static_cast<const T *>(a.x) + at.from.c;
+#pragma unroll 1
+    for (uint32_t i = first; i < VM_WGMMA_PIXELS; i += VM_WGMMA_STEP) {
+        uint32_t y, x;
+        const bool some = vm_wgmma_pixel<S>(a, at, i, y, x);
+        vm_copy_async(to + i * 16, some ? from + vm_conv_x_pixel<S>(a, at.from, y, x) * a.x_pitch : a.x, some);
+    }
+    vm_copy_commit();
+    vm_copy_wait<0>();
+}
+
 /* The change to a chunk. SILU, with a norm, is the most frequent: no choice at each number. A video's norm is one of
  * pixels, an image's is one of groups then. */
-enum vm_wgmma_change { VM_WGMMA_COPY, VM_WGMMA_SILU, VM_WGMMA_ANY };
+enum vm_wgmma_change { VM_WGMMA_SILU, VM_WGMMA_ANY };
 
 /* Prefetches the chunk that begins with channel c into the L2 cache; a video's may lie in several rows. */
 template <typename T, typename S>
@@ -106,11 +122,11 @@ VM_DEVICE void vm_wgmma_prefetch(const vm_conv_args &a, vm_wgmma_chunk at, uint3
 template <typename T, typename S, vm_wgmma_change CHANGE>
 VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, uint32_t first, char *to,
                               uint64_t *empty, uint32_t parity) {
-    constexpr int BATCH = CHANGE == VM_WGMMA_COPY ? 6 : 4; /* vectors that a thread loads at a time */
-    constexpr bool FACTORS = CHANGE == VM_WGMMA_ANY || (CHANGE == VM_WGMMA_SILU && S::VIDEO);
+    constexpr int BATCH = 4; /* vectors that a thread loads at a time */
+    constexpr bool FACTORS = CHANGE == VM_WGMMA_ANY || S::VIDEO;
     const T *const from = static_cast<const T *>(a.x) + at.from.c;
     float scale[8], shift[8];
-    if (CHANGE != VM_WGMMA_COPY && a.scale && at.from.some) {
+    if (a.scale && at.from.some) {
         vm_load8(scale, a.scale + at.from.c);
         vm_load8(shift, a.shift + at.from.c);
     } else {
@@ -134,10 +150,6 @@ VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, u
 #pragma unroll
         for (int u = 0; u < BATCH; u++) {
             const uint32_t pixel = i + u * VM_WGMMA_STEP;
-            if (CHANGE == VM_WGMMA_COPY) {
-                if (pixel < VM_WGMMA_PIXELS) vm_store16(to + pixel * 16, got[u]);
-                continue;
-            }
             float v[8];
             vm_unpack<T>(v, got[u].x);
             vm_unpack<T>(v + 2, got[u].y);
@@ -187,9 +199,10 @@ VM_DEVICE void vm_wgmma_prepare(const vm_conv_args &a, char *shared, const vm_wg
             at.from = vm_conv_source_of<S>(a, at.plane, c + plane * 8);
             char *const to = shared + turn.at * VM_WGMMA_INPUT + plane * VM_WGMMA_PLANE;
             uint64_t *const empty = bars.empty_x + turn.at;
-            if (!changes)
-                vm_wgmma_input<T, S, VM_WGMMA_COPY>(a, at, first, to, empty, turn.parity ^ 1);
-            else if (silu)
+            if (!changes) {
+                vm_barrier_wait(empty, turn.parity ^ 1);
+                vm_wgmma_copy<T, S>(a, at, first, to);
+            } else if (silu)
                 vm_wgmma_input<T, S, VM_WGMMA_SILU>(a, at, first, to, empty, turn.parity ^ 1);
             else
                 vm_wgmma_input<T, S, VM_WGMMA_ANY>(a, at, first, to, empty, turn.parity ^ 1);
@@ -277,6 +290,7 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
          * between. */
         const auto chunk = [&](auto STEPS) {
             vm_barrier_wait(bars.full_x + x.at, x.parity);
+            if (a.lead && group == 1) vm_barrier_wait(bars.ahead + x.at, x.parity);
             uint64_t x_now = vm_matrix_at(x_first, x.at * VM_WGMMA_INPUT);
             uint32_t j = 0;
 #pragma unroll 1
@@ -295,6 +309,7 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
                 vm_wgmma_wait<1>();
                 if (lane == 0 && left_w) vm_barrier_arrive(left_w);
                 if (lane == 0 && left_x) vm_barrier_arrive(left_x);
+                if (lane == 0 && group == 0 && tap + 1 == a.lead) vm_barrier_arrive(bars.ahead + x.at);
                 left_w = bars.empty_w + w.at;
                 left_x = nullptr;
                 w.next();
@@ -336,10 +351,12 @@ template <typename T, int OUTS, bool VIDEO>
 VM_DEVICE void vm_wgmma_convolve(const vm_conv_args &a, char *shared) {
     typedef vm_wgmma_shape<OUTS, VIDEO> S;
     uint64_t *const first = reinterpret_cast<uint64_t *>(shared + VM_WGMMA_BARRIERS);
-    const vm_wgmma_barriers bars = {first, first + 2, first + 4, first + 4 + VM_WGMMA_STAGES};
+    const vm_wgmma_barriers bars = {first, first + 2, first + 4, first + 4 + VM_WGMMA_STAGES,
+                                    first + 4 + 2 * VM_WGMMA_STAGES};
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++)
-            vm_barrier_init(bars.full_x + i, VM_WGMMA_INPUTS), vm_barrier_init(bars.empty_x + i, 8);
+            vm_barrier_init(bars.full_x + i, VM_WGMMA_INPUTS), vm_barrier_init(bars.empty_x + i, 8),
+                vm_barrier_init(bars.ahead + i, 4);
         for (int i = 0; i < VM_WGMMA_STAGES; i++)
             vm_barrier_init(bars.full_w + i, 1), vm_barrier_init(bars.empty_w + i, 8);
         vm_fence_async(); /* makes them visible to bulk copies */

@@ -254,7 +254,8 @@ typedef struct vm_conv_args {
     uint32_t first_item, items; /* of the pass: a row of tiles has vm_conv_row_items, a video's row vm_conv_items */
     vm_ring_rows x_ring, y_ring, add_ring;
     uint32_t k, stride, pad_y, pad_x, up, act, relu;
-    uint32_t blocked;                     /* w is in blocks (vm_conv_filter_at), not [phase][out][k][k][in_c] */
+    uint32_t blocked; /* w is in blocks (vm_conv_filter_at), not [phase][out][k][k][in_c] */
+    uint32_t lead;    /* conv_wgmma.cu: taps of a chunk by which a warpgroup is ahead: at most the ring */
     uint32_t x_c, x_rows, held, mirrored; /* of a video; x_rows 0: an image */
     uint64_t y_plane;
     int64_t row_step, column_step, frame_step;
@@ -296,6 +297,8 @@ enum { VM_CONV_KINDS = VM_CONV_TILES(VM_CONV_ONE) };
 enum { VM_CONV_WGMMA = VM_CONV_KINDS, VM_CONV_WGMMA_96, VM_CONV_ALL_KINDS, VM_WGMMA_STAGES = 8 };
 /* Per thread at the kernel's start: nvcc's choice for 512 threads per block. */
 enum { VM_WGMMA_REGISTERS = 128 };
+/* vm_conv_args.lead for filters of k x k: about half of a chunk, and at most half of the ring. */
+static inline uint32_t vm_wgmma_lead(uint32_t k) { return k * k / 2; }
 
 typedef struct vm_conv_tile {
     uint32_t rows, outs, stride; /* 0: no kernel fits */
@@ -352,7 +355,7 @@ static inline bool vm_conv_is_blocked(size_t k, size_t in, size_t outs) {
 #define VM_WGMMA_FILTER (VM_CONV_FILTERS * VM_CONV_CHUNK * 2)
 #define VM_WGMMA_SHARED                                                                       \
     (2 * 8 * VM_WGMMA_PLANE + VM_WGMMA_STAGES * VM_WGMMA_FILTER + 2 * 4 * (2 * 128 + 4) * 4 + \
-     (2 * VM_WGMMA_STAGES + 4) * 8)
+     (2 * VM_WGMMA_STAGES + 6) * 8)
 
 /* The cost of ending an item per number, in cost times products: 16x128's, by the count above. */
 enum { VM_CONV_END = 40 * 1152 * 44 / 297 };
