@@ -239,8 +239,9 @@ def test_the_drivers_pool_keeps_no_blocks():
     assert pool.memory_allocated() == 60 * MIB + 512 and pool.memory_reserved() == 62 * MIB
     pool.free(first)
     assert pool.memory_reserved() == 62 * MIB and pool.malloc(32 * MIB)  # no gap is too small for it
-    with pytest.raises(OutOfMemory, match=r"no 3\.00 MiB to allocate; capacity 64\.00 MiB"):
+    with pytest.raises(OutOfMemory) as caught:
         pool.malloc(3 * MIB)
+    assert (caught.value.requested, caught.value.total) == (3 * MIB, 64 * MIB)
     pool.free(second)
     pool.empty_cache()
     assert pool.memory_reserved() == 32 * MIB and pool.stats()["num_alloc_retries"] == 0
@@ -337,9 +338,8 @@ def test_out_of_memory_figures():
     a.malloc(30 * MIB)
     cached = a.malloc(40 * MIB)
     a.free(cached)
-    with pytest.raises(
-        OutOfMemory, match=r"80\.00 MiB .*capacity 100\.00 MiB, 70\.00 MiB free, 30\.00 MiB allocated"
-    ) as caught:
+    figures = ["80.00 MiB", "100.00 MiB", "70.00 MiB free", "30.00 MiB allocated"]  # as read_clues reads them
+    with refused(kind=OutOfMemory, names=figures) as caught:
         a.malloc(80 * MIB)
     error = caught.value
     assert (error.requested, error.wanted, error.total) == (80 * MIB, 80 * MIB, 100 * MIB)
@@ -416,7 +416,7 @@ def test_run_refuses_bad_steps():
         a.run(np.array([(9, 0, 512, 0)], STEP), addresses)
     with refused("steps, addresses"):
         a.run(b"abc", addresses)
-    with pytest.raises(TypeError, match="read-write"):
+    with pytest.raises(TypeError):
         a.run(np.array([(0, 0, 512, 0)], STEP), bytes(16))
 
 
@@ -497,7 +497,7 @@ def test_bad_calls():
             a.malloc(bad)
     with refused("bytes", "float", kind=TypeError):
         a.malloc(1.5)
-    with pytest.raises(OverflowError, match="bytes"):
+    with refused("bytes", kind=OverflowError):
         a.malloc((1 << 60) + 1)
     with refused("stream"):
         a.malloc(1, stream=-1)

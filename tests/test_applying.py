@@ -6,7 +6,7 @@ import contextlib
 import weakref
 
 import pytest
-from errors import refused
+from errors import refused, warned
 
 from vaemem import plan_pipeline
 
@@ -114,17 +114,17 @@ def test_casting_is_set_and_undone(offload, tmp_path, on_the_cpu):
     )
     assert (got - torch_pipelines.pictures(theirs, "sd")).abs().max() < 1e-5 < (got - want).abs().max()
 
-    with refused("pipe", "fp8", names=["unet is loaded in float32"]):
+    with refused("pipe", "fp8", names=["unet", "float32"]):
         apply({"components": {"unet": "float32"}}, pipe, device="cpu")
     again = apply({"components": types, "offload": "model"}, pipe, device="cpu")
     assert "casting" not in again.code and hasattr(pipe.unet, "_hf_hook")
     again.undo()
     done.undo()
     assert state(pipe) == before and torch.equal(torch_pipelines.pictures(pipe, "sd"), want)
-    with refused("pipe", "float32", names=["vae is loaded in fp8"]):
+    with refused("pipe", "float32", names=["vae", "fp8"]):
         apply({"components": {"vae": "fp8"}}, pipe, device="cpu")
     pipe.unet.half()  # another type than the way casts from
-    with refused("pipe", "float16", names=["unet is loaded in float32"]):
+    with refused("pipe", "float16", names=["unet", "float32"]):
         apply({"dtype": "float32", "components": {"unet": "fp8"}}, pipe, device="cpu")
 
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_set_changes_nothing(tmp_path, monkeypatch):
         apply(3, pipe, device="cpu")
     with refused("pipe", "dict", kind=TypeError):
         apply({}, {}, device="cpu")
-    with refused("pipe", "float32", names=["unet is loaded in nf4"]):
+    with refused("pipe", "float32", names=["unet", "nf4"]):
         apply({"components": {"unet": "nf4"}}, pipe, device="cpu")
     for key, value in {
         "offload": "modell", "vae": "tile", "vae_memory_limit": "1 GB", "components": 3, "dtype": "floaty",
@@ -215,7 +215,7 @@ def test_what_cannot_be_set_changes_nothing(tmp_path, monkeypatch):
             apply({"offload": offload}, pipe, device="cpu")
     with refused("way", names=["vae_memory_limit"]):
         apply({"vae": "vaemem", "vae_memory_limit": "much"}, pipe, device="cpu")
-    with refused("pipe", "float32", names=["loaded in float16"]):
+    with refused("pipe", "float32", names=["float16"]):
         apply(plan_pipeline("sd15", 512, 512, gpu="RTX 3060"), pipe, device="cpu")
     pipe.vae.half()
     with refused("pipe", names=["force_upcast"]):
@@ -249,7 +249,7 @@ def test_the_next_way_makes_the_same_picture(tmp_path, on_the_cpu, monkeypatch):
     done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
     first, made = done.code, run_out(monkeypatch, pipe.unet, "forward", 1)
     how = dict(prompt="a cat", height=48, width=32, num_inference_steps=2, output_type="pt")
-    with pytest.warns(RuntimeWarning, match="Going on with"):
+    with pytest.warns(RuntimeWarning):
         got = done(generator=torch.Generator().manual_seed(0), **how).images
     assert (got - want).abs().max() < 1e-4 and done.code != first and made[0]() is None
     assert not pipe.vae.use_tiling
@@ -280,7 +280,7 @@ def test_a_way_that_cannot_be_set_has_a_next(tmp_path, on_the_cpu, monkeypatch):
     before, plan = state(pipe), plan_pipeline("sd15", 512, 512, gpu="RTX 3060", dtype="float32")
     with monkeypatch.context() as patched:
         run_out(patched, pipe, "to", 1)
-        with pytest.warns(RuntimeWarning, match="no offload, VAE by vaemem"):
+        with warned(names=["no offload, VAE by vaemem"]):
             done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
         done.undo()
     assert state(pipe) == before

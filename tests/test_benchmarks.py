@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from errors import is_about, refused
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -126,7 +128,7 @@ def test_table_and_picture(rows, tmp_path):
 
 def test_no_results_are_said(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    with pytest.raises(SystemExit, match=r"memory\.py"):
+    with refused(kind=SystemExit, names=["benchmarks/memory.py"]):
         memory.measured()
 
 
@@ -174,7 +176,7 @@ def test_other_bits_fail(monkeypatch, tmp_path, alone):
     def spoil(args: dict, limit: int | None, answer: dict) -> dict:
         return answer | {"bits": "other"} if limit and args["alone"] is alone else answer
 
-    with pytest.raises(SystemExit, match="vaemem, 40 T: "):
+    with refused("vaemem, 40 T", kind=SystemExit):
         run_small(monkeypatch, tmp_path, spoil)
 
 
@@ -199,7 +201,7 @@ def test_one_bit_is_seen(monkeypatch, op):
         args = {"op": op, "size": 32, "threads": 1, "limits": [None], "alone": True}
         bits.append(memory.ours(args)()["bits"])
     memory.refuse_difference("same", bits[1], bits[0])
-    with pytest.raises(SystemExit, match=r"^changed: "):
+    with refused("changed", kind=SystemExit):
         memory.refuse_difference("changed", bits[2], bits[0])
 
 
@@ -383,19 +385,17 @@ def test_peers_that_are_not_installed(tmp_path):
     said = run("decode.py", f"{TINY} vaemem vaemem-nope torch openvino", tmp_path, tmp_path)
     (row,) = table(tmp_path / "decode_64_float32_small_cpu.csv")
     assert row["contestant"] == "vaemem" and row["max_error"] == row["rms_error"] == row["ratio_to_torch"] == ""
-    assert "errors are not measured: No module named 'diffusers'; pip install '.[bench]' has it" in said
-    assert "torch is left out: No module named 'diffusers'" in said
-    assert "openvino is left out: No module named 'openvino'" in said
-    assert "vaemem-nope is left out: there are no such kernels for float32 highest in this build" in said
+    assert re.findall(r"(\S+) is left out", said) == ["vaemem-nope", "torch", "openvino"]
+    assert is_about(said, names=["'.[bench]'", "'diffusers'", "'openvino'"])
 
 
 def test_a_contestant_that_nobody_knows(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["decode.py", "--contestants", "tensorflow"])
     with pytest.raises(SystemExit):
         decode.main()
-    modes = "torch-default, torch-reduce-overhead, torch-max-autotune"
-    wanted = f"expected vaemem, vaemem-KERNELS, torch, torch-tuned, torch-avx2, {modes}, openvino, got 'tensorflow'"
-    assert wanted in capsys.readouterr().err
+    told = capsys.readouterr().err
+    known = ("vaemem-KERNELS", "torch-tuned", "torch-avx2", "torch-reduce-overhead", "openvino", "'tensorflow'")
+    assert is_about(told, names=known)
 
 
 def test_who_takes_part():
@@ -440,9 +440,7 @@ def test_who_is_left_out(monkeypatch, tmp_path, capsys):
     assert list(entered) == ["vaemem", "vaemem high"]
     assert all(entry.seconds == [1.0, 1.0] and entry.errors is None for entry in entered.values())
     said = capsys.readouterr().out
-    assert "vaemem-avx512 is left out: no run can be held to it here, it would compute with avx2" in said
-    assert "vaemem-avx2 is left out: vaemem computes with the same kernels, avx2" in said
-    assert "torch is left out: not installed" in said and "torch high is left out: not installed" in said
+    assert set(re.findall(r"(\S.*) is left out", said)) >= {"vaemem-avx512", "vaemem-avx2", "torch", "torch high"}
 
 
 def test_held_to():

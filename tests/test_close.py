@@ -91,7 +91,7 @@ def test_cancelled_from_another_thread(op, tiling):
         event.wait(60)
         seen.append(done)
 
-    with pytest.raises(vaemem.Cancelled, match=rf"^{op}: .*\d+ of \d+"):
+    with refused(op, kind=vaemem.Cancelled):
         getattr(vae, op)(data, progress=progress, cancel=event, tiling=tiling)
     other.join()
     assert seen == seen[:1] and vae.last_run is None
@@ -113,7 +113,7 @@ def test_cancelled_without_progress():
 def test_cancelled_before_it_began():
     vae, event = small_vae(), threading.Event()
     event.set()
-    with pytest.raises(vaemem.Cancelled, match=r"^decode: "):
+    with refused("decode", kind=vaemem.Cancelled):
         vae.decode(latents(vae, 2, 2), cancel=event)
     with refused("cancel", "bool", names=["threading.Event"], kind=TypeError):
         vae.decode(latents(vae, 2, 2), cancel=True)

@@ -101,12 +101,12 @@ def load_nodes(root, monkeypatch, version: str, *modules: str) -> ModuleType:
 
 @pytest.mark.parametrize("version", ["0.3.63", "0.2", "unknown"])
 def test_an_older_comfyui_is_refused(root, monkeypatch, version):
-    with pytest.raises(ImportError, match=rf"know ComfyUI 0\.3\.64 .*this is ComfyUI {version}: update it"):
+    with refused(names=["ComfyUI 0.3.64", f"ComfyUI {version}: "], kind=ImportError):
         load_nodes(root, monkeypatch, version)
 
 
 def test_a_later_comfyui_without_the_api_is_refused(root, monkeypatch):
-    with pytest.raises(ImportError, match=r"ComfyUI 9\.1\.0 does not have it: update the nodes"):
+    with refused(names=["ComfyUI 9.1.0", "-m vaemem comfyui"], kind=ImportError):
         load_nodes(root, monkeypatch, "9.1.0", "comfy_api")
 
 
@@ -247,7 +247,7 @@ def test_places(vae, z):
     with refused("device"):
         comfyui_vae.choose_device(vae, own, Place("gpu"))
     assert comfyui_vae.choose_device(vae, wide) == "cpu"
-    with refused("device", names=["attention is too wide"]):
+    with refused("device", names=["attention"]):
         comfyui_vae.choose_device(vae, wide, Place("gpu"))
 
 

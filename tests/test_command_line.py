@@ -19,6 +19,7 @@ import zlib
 import numpy as np
 import pytest
 from engine import TWO_LEVELS
+from errors import complains
 
 import vaemem
 import vaemem.nodes
@@ -47,7 +48,7 @@ def test_sweep_and_fit_commands(capsys, tmp_path):
     assert main(["fit", str(path), "--op", "decode"]) == 0
     assert capsys.readouterr().out.startswith("sdxl decode: allocated_bytes = ")
     assert main(["fit", str(path), "--op", "tiled"]) == 2
-    assert "table.csv: expected a row with op=tiled" in capsys.readouterr().err
+    assert complains(capsys.readouterr().err, "fit", names=["table.csv: ", "op=tiled"])
     assert main(["fit", str(path), "--format", "python", "--target", "output_bytes"]) == 0
     assert "def sdxl_encode_output_bytes(" in capsys.readouterr().out
 
@@ -72,7 +73,7 @@ def test_formula_command(capsys):
     assert main(["formula", "flux", "encode", *card, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["allocated"]["lines"][0]["where"].startswith("encoder.")
     assert main(["formula", "sd15", "decode", "--offload", "model"]) == 2
-    assert "--offload: cannot be used with the VAE's decode, only with a whole pipeline" in capsys.readouterr().err
+    assert complains(capsys.readouterr().err, "formula", "--offload", ["decode"])
 
 
 class Terminal(io.StringIO):
@@ -220,7 +221,7 @@ def test_ctrl_c_keeps_the_finished_rows(monkeypatch, capsys, tmp_path):
     assert main(command) == 130
     assert [row["height"] for row in Table.from_csv(path)] == [16, 32]
     output = capsys.readouterr()
-    assert output.out.startswith("Table, 2 rows") and output.err == "vaemem sweep measured: stopped\n"
+    assert output.out.startswith("Table, 2 rows") and complains(output.err, "sweep measured")
     before = path.read_bytes()
     Stopped(monkeypatch, 0)
     assert main(command) == 130 and path.read_bytes() == before
@@ -243,47 +244,34 @@ def test_backends_command(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "argument"),
     [
-        (["estimate", "sd4", "decode", "512"], "vaemem estimate: models: expected one of sd15, sdxl, flux"),
-        (["estimate", "sdxl", "decode", "511"], "vaemem estimate: .*511"),
-        (["estimate", "sdxl", "decode", "1" + "0" * 15 + "x8"], "vaemem estimate: "),
-        (["sweep", "measured", "--batch", "0"], "vaemem sweep measured: --batch: expected a whole number"),
-        (["estimate", "sdxl", "decode", "64", "--batch", str(2**62)], "vaemem estimate: "),
-        (["estimate", "sdxl", "decode", "64", "--device", "cuda:" + "9" * 5000], "vaemem estimate: --device: expected"),
-        (["fit", "absent.csv"], "vaemem fit: table: absent.csv: expected a file that can be opened, got no such file"),
-        (
-            ["fits", "sdxl", "decode", "512", "--measured", "absent.csv"],
-            "vaemem fits: --measured: absent.csv: expected",
-        ),
-        (
-            ["fits", "sd15", "512", "--component", "unet=absent.gguf"],
-            "vaemem .*component unet: absent.gguf: .* no such",
-        ),
-        (["fit", __file__], "vaemem fit: .*expected columns"),
-        (
-            ["fits", "sdxl", "512", "--tile", "512"],
-            "vaemem fits: --tile: only for a VAE's run",
-        ),
-        (
-            ["fits", "sdxl", "decode", "512", "--offload", "model"],
-            "vaemem fits: --offload: only for a whole pipeline",
-        ),
-        (["sweep", "predicted", "--ops", "decode", "--tokens", "7"], "vaemem sweep predicted: --tokens: expected"),
+        (["estimate", "sd4", "decode", "512"], "models"),
+        (["estimate", "sdxl", "decode", "511"], None),
+        (["estimate", "sdxl", "decode", "1" + "0" * 15 + "x8"], None),
+        (["sweep", "measured", "--batch", "0"], "--batch"),
+        (["estimate", "sdxl", "decode", "64", "--batch", str(2**62)], None),
+        (["estimate", "sdxl", "decode", "64", "--device", "cuda:" + "9" * 5000], "--device"),
+        (["fit", "absent.csv"], "table: absent.csv"),
+        (["fits", "sdxl", "decode", "512", "--measured", "absent.csv"], "--measured: absent.csv"),
+        (["fits", "sd15", "512", "--component", "unet=absent.gguf"], "--component unet: absent.gguf"),
+        (["fit", __file__], None),
+        (["fits", "sdxl", "512", "--tile", "512"], "--tile"),
+        (["fits", "sdxl", "decode", "512", "--offload", "model"], "--offload"),
+        (["sweep", "predicted", "--ops", "decode", "--tokens", "7"], "--tokens"),
     ],
 )
-def test_bad_input_is_a_sentence_not_a_traceback(capsys, arguments, message):
+def test_bad_input_is_a_sentence_not_a_traceback(capsys, arguments, argument):
     assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert re.match(message, error) and "Traceback" not in error
+    error, command = capsys.readouterr().err, " ".join(arguments[: 2 if arguments[0] == "sweep" else 1])
+    assert complains(error, command, argument) and "Traceback" not in error
 
 
 ESTIMATE = ["estimate", "sdxl", "decode", "64"]
 USAGE = [["estimate", "sdxl", "decode", "5x5x5"], ["estimate", "sdxl", "tile", "8"], ["decoed"]]
 USAGE += [["estimate", "sdxl", "decode", "9" * 400], *([*ESTIMATE, "--batch", n] for n in ("-1", "1e3", "9" * 5000))]
 USAGE += [[*ESTIMATE, "--precision", "best"], [*ESTIMATE, "--tf32"], [*ESTIMATE, "more"], ["--verison"], ["predict"]]
-NEAREST = {"--tf32": "the nearest flag is --", "--verison": "is --version", "decoed": "did you mean 'decode'?",
-           "predict": "predict is now fits"}  # fmt: skip
+NEAREST = {"--tf32": " --", "--verison": "--version", "decoed": "'decode'", "predict": "fits"}
 
 
 @pytest.mark.parametrize("arguments", USAGE)
@@ -299,7 +287,7 @@ def test_bad_usage(capsys, arguments):
 def test_a_flag_that_is_none_is_named_before_what_is_missing(capsys):
     with pytest.raises(SystemExit):
         main(["decode", "z.npy", "--wieghts=F", "-o", "x.png"])
-    assert "decode: there is no --wieghts; the nearest flag is --weights (see" in capsys.readouterr().err
+    assert complains(capsys.readouterr().err, "decode", names=["--wieghts", "--weights"])
 
 
 def test_python_dash_m(monkeypatch, capsys):
@@ -357,8 +345,8 @@ def test_missing_extras_are_named_all_at_once(monkeypatch, capsys, tmp_path):
     for package in ("PIL", "PIL.Image", "matplotlib", "matplotlib.figure", "tqdm", "tqdm.auto"):
         monkeypatch.setitem(sys.modules, package, None)
     assert main(["demo", "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert "the demo needs PIL, matplotlib, tqdm: pip install 'vaemem[image,plot,progress]'" in said
+    names = ["PIL, matplotlib, tqdm: ", "pip install 'vaemem[image,plot,progress]'"]
+    assert complains(capsys.readouterr().err, "demo", names=names)
     assert not (tmp_path / "out").exists()
     for package in ("torch", "diffusers", "transformers", "accelerate"):
         monkeypatch.setitem(sys.modules, package, None)
@@ -367,7 +355,7 @@ def test_missing_extras_are_named_all_at_once(monkeypatch, capsys, tmp_path):
         (["--offload", "model"], "torch, diffusers, transformers, accelerate", "pytorch,diffusers"),
     ):
         assert main(["measure", "sd15", "512", "--random", *more]) == 2
-        assert f"measure needs {missing}: pip install 'vaemem[{extras}]'" in capsys.readouterr().err
+        assert complains(capsys.readouterr().err, "measure", names=[missing, f"'vaemem[{extras}]'"])
 
 
 def test_what_tab_offers_is_known():
@@ -469,9 +457,9 @@ def test_tiles_are_advised_and_taken(weights, tmp_path, capsys):
     assert main(["decode", latents, "--weights", weights, "-o", out, "--tile", str(side)]) == 0
     np.testing.assert_array_equal(image.open(out), vae.decode(want, tiling=vaemem.Tiling(side), output_type="uint8")[0])
     assert main([*encode, "--tile", "64", "--memory-limit", "1 GB"]) == 2
-    assert "--memory-limit: expected no limit with --tile (" in capsys.readouterr().err
+    assert complains(capsys.readouterr().err, "encode", "--memory-limit", ["--tile"])
     assert main([*encode, "--tile", "63"]) == 2
-    assert "--tile: expected a sample_size that is a positive multiple of 2, got 63" in capsys.readouterr().err
+    assert complains(capsys.readouterr().err, "encode", "--tile", [63])
 
 
 @pytest.mark.parametrize("suffix", ["npy", "safetensors", "pt"])
@@ -501,21 +489,21 @@ def test_what_holds_no_latents_is_refused(weights, tmp_path, capsys):
     np.save(words, np.full((1, 4, 8, 8), "a"))
     with open(archive, "wb") as f:
         np.savez(f, z=np.zeros((1, 4, 8, 8)))
-    for arguments, message in (
-        *((["decode", file, "--weights", weights, "-o", "x.png"], "vaemem decode: ") for file in (empty, cut, archive)),
-        (["decode", words, "--weights", weights, "-o", "x.png"], "expected one array"),
-        (["decode", bad, "--weights", weights, "-o", "x.png"], "expected one array"),
-        (["decode", "a.png", "--weights", weights, "-o", "x.png"], "expected a .npy"),
+    for arguments, names in (
+        *((["decode", file, "--weights", weights, "-o", "x.png"], [file]) for file in (empty, cut, archive)),
+        (["decode", words, "--weights", weights, "-o", "x.png"], [words, "array"]),
+        (["decode", bad, "--weights", weights, "-o", "x.png"], [bad, "array"]),
+        (["decode", "a.png", "--weights", weights, "-o", "x.png"], ["a.png", ".npy"]),
         *(
-            (["decode", good, "--weights", weights, "-o", f"x.{end}"], "--out: expected a name that ends in one of")
+            (["decode", good, "--weights", weights, "-o", f"x.{end}"], ["--out: ", f"x.{end}"])
             for end in ("xyz", "psd", "xbm", "hdf")  # unknown, only read, without colours, without a writer
         ),
-        (["encode", "a.png", "--weights", weights, "-o", "x.png"], "ends in .npy"),
-        (["info", bad], "safetensors"),
-        (["largest", "sdxk", "decode", "--engine", "1 GiB"], "model: expected one of"),
+        (["encode", "a.png", "--weights", weights, "-o", "x.png"], [".npy"]),
+        (["info", bad], ["safetensors"]),
+        (["largest", "sdxk", "decode", "--engine", "1 GiB"], ["model: "]),
     ):
         assert main(arguments) == 2
-        assert message in capsys.readouterr().err
+        assert complains(capsys.readouterr().err, arguments[0], names=names), arguments
 
 
 def png_chunk(name, content):
@@ -572,23 +560,23 @@ def test_what_to_do_is_said_of_options(weights, tmp_path, capsys):
     latents, alone = str(tmp_path / "z.npy"), str(tmp_path / "alone.safetensors")
     np.save(latents, np.zeros((1, 4, 8, 8), np.float32))
     VAE.random("sdxl", parts="decoder").save(alone)
-    for arguments, message in (
-        (["encode", source, "--weights", weights, "-o", latents], "--pad reflect or --pad edge makes it one"),
-        (["encode", "pad=1.jpg", "--weights", weights, "-o", latents], "x: pad=1.jpg: expected an image file, got no"),
+    for arguments, names in (
+        (["encode", source, "--weights", weights, "-o", latents], ["--pad reflect", "--pad edge"]),
+        (["encode", "pad=1.jpg", "--weights", weights, "-o", latents], ["x: pad=1.jpg: "]),
         (
             ["decode", latents, "--weights", alone, "-o", str(tmp_path / "x.png"), "--scaled"],
-            "with --model or --config",
+            ["--model", "--config"],
         ),
-        (["plan", "sd15", "512", "--memory", "0.5 GB"], "memory: expected 1 GB or more"),
-        (["plan", "flux", "512", "--runtime", "mlx", "--steps", "3"], "steps: expected no value with --runtime mlx"),
+        (["plan", "sd15", "512", "--memory", "0.5 GB"], ["memory: ", "1 GB"]),
+        (["plan", "flux", "512", "--runtime", "mlx", "--steps", "3"], ["steps: ", "--runtime mlx"]),
         (
             ["largest", "sdxl", "decode", "--engine", "1 GB", "--torch", "2.8.0", "--no-tf32"],
-            "--torch 2.8.0, --no-tf32",
+            ["--torch 2.8.0, --no-tf32"],
         ),
-        (["fits", "sdxl", "decode", "512", "--gpu", "RTX 9"], "sm_120 with --memory '16 GB'"),
+        (["fits", "sdxl", "decode", "512", "--gpu", "RTX 9"], ["sm_120", "--memory '16 GB'"]),
     ):
         assert main(arguments) == 2
-        assert message in capsys.readouterr().err
+        assert complains(capsys.readouterr().err, arguments[0], names=names), arguments
 
 
 def test_every_flag_says_what_it_is_for():
@@ -659,9 +647,9 @@ def test_the_largest_of_our_own_engine(capsys):
     assert re.match(r"\d+x\d+\n<Run decode", capsys.readouterr().out)
     for given in (["--gpu", "RTX 4090"], ["--used", "1 GB"], ["--no-tf32"]):
         assert main(["largest", "sdxl", "decode", "--engine", "2 GiB", *given]) == 2
-        assert "--engine: expected no flag of a card besides" in capsys.readouterr().err
+        assert complains(capsys.readouterr().err, "largest", "--engine", given[:1])
     assert main(["largest", "sdxl", "decode", "--precision", "high"]) == 2
-    assert "--precision: cannot be used without --engine" in capsys.readouterr().err
+    assert complains(capsys.readouterr().err, "largest", "--precision", ["--engine"])
 
 
 def test_a_pipelines_phases(capsys):
@@ -677,10 +665,8 @@ def test_a_pipelines_phases(capsys):
     assert main(["fits", "sdxl", "1024", "--runtime", "sd.cpp", "--offload=--offload-to-cpu"]) == 0
     assert "--offload-to-cpu" in capsys.readouterr().out
     assert main(["fits", "sd15", "512", "--offload", "cpu"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "vaemem fits: --offload: expected one of none, model, sequential, block_level, leaf_level, got 'cpu'\n"
-    )
+    names = ["none, model, sequential, block_level, leaf_level", "'cpu'"]
+    assert complains(capsys.readouterr().err, "fits", "--offload", names)
 
 
 # ---- closed and broken streams ----
@@ -693,9 +679,9 @@ def shell(line: str) -> subprocess.CompletedProcess:
 
 def test_closed_streams_are_said_in_a_line():
     done = shell("vaemem fits sdxl decode 512 --gpu T4 >&-")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "standard output is closed" in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "output" in done.stderr
     done = shell("vaemem explain <&-")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "standard input is closed" in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "input" in done.stderr
 
 
 def test_a_pipe_that_nobody_reads_leaves_the_exit_status():
@@ -724,31 +710,25 @@ def test_plan_prints_the_code_alone(capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("command", "flag", "names"),
     [
-        ("formula flux --runtime comfyui", "--runtime: expected diffusers with a whole pipeline, or the op of a VAE"),
-        ("fits zimage-turbo 768 --batch 6", "--batch: expected at most 4 with zimage-turbo"),
-        (
-            "fits sdxl 512 --component unet=I8",
-            "--component unet: expected one of float32, float16, bfloat16, fp8, int8",
-        ),
-        (
-            "fits sdxl 512 --component unet=nf4 --component unet=int8",
-            "--component: expected unet once, got nf4 and int8",
-        ),
-        ("fits sdxl 512 --lora 0", "--lora rank: expected a whole number of at least 1, got 0"),
-        ("fits sdxl 512 --lora fused", "--lora: expected a file, a rank such as 16"),
-        ("fits sdxl 512 --lora absent.safetensors", "--lora: absent.safetensors: expected"),
-        ("fits sdxl 512 --memory -1", "--memory: expected a number of bytes, or a text such as"),
-        ("plan sdxl 512 --measured b=1 --measured b=2", "--measured: expected b once, got 1.0 and 2.0"),
+        ("formula flux --runtime comfyui", "--runtime", ["diffusers"]),
+        ("fits zimage-turbo 768 --batch 6", "--batch", [4, "zimage-turbo"]),
+        ("fits sdxl 512 --component unet=I8", "--component unet", ["float32, float16, bfloat16, fp8, int8"]),
+        ("fits sdxl 512 --component unet=nf4 --component unet=int8", "--component", ["unet", "nf4", "int8"]),
+        ("fits sdxl 512 --lora 0", "--lora rank", [1, 0]),
+        ("fits sdxl 512 --lora fused", "--lora", []),
+        ("fits sdxl 512 --lora absent.safetensors", "--lora: absent.safetensors", []),
+        ("fits sdxl 512 --memory -1", "--memory", []),
+        ("plan sdxl 512 --measured b=1 --measured b=2", "--measured", ["b", 1.0, 2.0]),
     ],
 )
-def test_refusals_name_the_flag(command, message, capsys):
+def test_refusals_name_the_flag(command, flag, names, capsys):
     words = command.split()
     if words[0] != "formula":
         words += ["--gpu", "T4"]
     assert main(words) == 2
-    assert f"vaemem {words[0]}: {message}" in capsys.readouterr().err
+    assert complains(capsys.readouterr().err, words[0], flag, names)
 
 
 def test_types_may_be_spelt_as_files_spell_them(capsys):

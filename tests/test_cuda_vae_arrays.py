@@ -195,9 +195,9 @@ def test_a_device_array_says_what_it_cannot():
     there = small_vae("flux", device="cuda")
     array = there.decode(gpu.Array(latents(there, 2, 2)))
     assert isinstance(array, vaemem.DeviceArray)
-    with pytest.raises(TypeError, match=r"cuda:0: .*\.numpy\(\)"):
+    with refused(names=["cuda:0: ", ".numpy()"], kind=TypeError):
         np.asarray(array)
-    with pytest.raises(TypeError, match="from_dlpack"):
+    with refused(names=["from_dlpack"], kind=TypeError):
         _ = there.encode(array).mean
     with refused("VAE", kind=TypeError):
         pickle.dumps(there)

@@ -10,7 +10,7 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
-from errors import refused
+from errors import refused, warned
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -67,7 +67,7 @@ def test_memory_runs_out_in_the_middle(name, tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             safe = safe_decode(pipe)
             fail_in_the_middle(patched, pipe.vae, error, made)
-            with pytest.warns(RuntimeWarning, match="decodes on the CPU"):
+            with warned(names=["CPU"]):
                 got = torch_pipelines.pictures(pipe, name)
             assert len(made) == 2 and all(one() is None for one in made)  # the frames are gone, and so is the traceback
             assert error.__traceback__ is None and len(safe.notes) == 1
@@ -83,7 +83,7 @@ def test_flux2_is_guarded_too(monkeypatch):
     want = torch_pipelines.flux2_pictures(pipe)
     safe_decode(pipe)
     fail_in_the_middle(monkeypatch, pipe.vae, ERRORS["PyTorch's"], [])
-    with pytest.warns(RuntimeWarning, match="decodes on the CPU"):
+    with warned(names=["CPU"]):
         assert (torch_pipelines.flux2_pictures(pipe) - want).abs().max() < 1e-4
 
 
@@ -123,7 +123,7 @@ def test_prediction_decides(return_dict, by_name, pipe, monkeypatch):
     with torch.no_grad():
         assert torch.allclose(decode(), want, atol=1e-4) and calls == [1] and safe.notes == ()
         free["free"] = 3 * MIB
-        with pytest.warns(RuntimeWarning, match="does not fit.*in the free memory"):
+        with warned(names=["cpu"]):
             assert torch.allclose(decode(), want, atol=1e-4) and len(safe.notes) == 1
         monkeypatch.setattr(AutoencoderKL, "to", refuse_cards)
         with pytest.warns(RuntimeWarning):
@@ -139,9 +139,9 @@ def test_the_cache_is_freed_before_our_decode(pipe, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
     monkeypatch.setattr(decoding, "_copy", lambda *args: done.append("copied") or copied(*args))
-    monkeypatch.setattr(decoding, "explain_misfit", lambda vae, z: "PyTorch's decode does not fit")
+    monkeypatch.setattr(decoding, "explain_misfit", lambda vae, z: "because")
     safe_decode(pipe)
-    with torch.no_grad(), pytest.warns(RuntimeWarning, match="does not fit"):
+    with torch.no_grad(), warned(names=["because. "]):
         pipe.vae.decode(torch.zeros(1, 4, 8, 8))
     assert done == ["freed", "copied"]
 
@@ -189,7 +189,7 @@ def test_a_decode_on_windows_runs_out_where_it_would_spill(pipe, windows, monkey
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(pipe.vae.decoder.conv_out, "forward", fail)
-    with torch.no_grad(), pytest.warns(RuntimeWarning, match="vaemem decodes"):
+    with torch.no_grad(), pytest.warns(RuntimeWarning):
         pipe.vae.decode(z)
     assert limited == [800] and windows[-1] == 1000 and "ran out" in safe.notes[0]
     assert not asked[0].keys() & {"os", "safe"} and 7 << 30 < asked[0]["used"] < 8 << 30
@@ -203,9 +203,11 @@ def test_free_memory_counts_what_pytorch_does_not_use(monkeypatch):
 
 def test_other_errors_pass_through(pipe, monkeypatch):
     safe = safe_decode(pipe)
-    fail_in_the_middle(monkeypatch, pipe.vae, RuntimeError("a wrong shape"), [])
-    with pytest.raises(RuntimeError, match="a wrong shape"):
+    error = RuntimeError("a wrong shape")
+    fail_in_the_middle(monkeypatch, pipe.vae, error, [])
+    with pytest.raises(RuntimeError) as caught:
         pipe.vae.decode(torch.zeros(1, 4, 8, 8))
+    assert caught.value is error
     assert safe.latents is not None
 
 

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from errors import refused
+from errors import complains, refused
 
 from vaemem import VAE, Table, fit, predict, predict_largest
 from vaemem.__main__ import main
@@ -113,7 +113,7 @@ def test_weights_of_ones_own_and_no_pytorch(tmp_path, capsys, monkeypatch):
     assert np.load(tmp_path / "out" / "latents.npy").shape == (1, 16, 8, 8)
     assert not (tmp_path / "out" / "weights").exists()
     assert main(["demo", "--out", str(tmp_path / "out"), "--weights", str(tmp_path / "none")]) == 2
-    assert "got no such file" in capsys.readouterr().err
+    assert complains(capsys.readouterr().err, "demo", names=[tmp_path / "none"])
 
 
 def test_bad_output_folder(tmp_path, capsys):

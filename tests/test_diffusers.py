@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 from engine import config, error, small_vae
-from errors import refused
+from errors import is_about, refused, warned
 
 import vaemem
 
@@ -262,7 +262,7 @@ def test_to():
     with torch.inference_mode():
         assert ours.half().dtype == torch.float16 and ours.post_quant_conv.bias.dtype == torch.float16
     assert torch.equal(ours.float().decode(z).sample, want), "the weights were not rounded on the way"
-    with pytest.raises(RuntimeError, match=r"^post_quant_conv\.weight: "):
+    with refused("post_quant_conv.weight", kind=RuntimeError):
         ours.post_quant_conv(z)
     for dtype in (torch.float64, torch.float8_e4m3fn):
         with refused("dtype", names=["torch.float"]):
@@ -369,7 +369,7 @@ def test_moving(monkeypatch):
     _, ours = pair()
     with FakeTensorMode():
         there = torch.empty(0, device="cuda", dtype=torch.float16)
-    with monkeypatch.context() as nowhere, pytest.raises(RuntimeError, match="no such GPU"):
+    with monkeypatch.context() as nowhere, pytest.raises(RuntimeError):
         nowhere.setattr(ours.vae, "copy", refuse)
         ours._apply(lambda tensor: there)
     assert (ours.device.type, ours.dtype, ours._engine()) == ("cpu", torch.float32, ours.vae)
@@ -445,7 +445,7 @@ def test_a_layer_alone_is_refused():
         ("post_quant_conv.weight", lambda: weight.copy_(theirs.post_quant_conv.weight)),
         ("post_quant_conv.weight", lambda: torch.equal(theirs.post_quant_conv.weight, weight)),
     ):
-        with pytest.raises(RuntimeError, match=rf"^{name}: "):
+        with refused(name, kind=RuntimeError):
             call()
     assert isinstance(weight, torch.nn.Parameter) and weight.device.type == "meta" and not weight.requires_grad
     assert weight.shape == (4, 4, 1, 1) and weight.half().dtype == torch.float16
@@ -480,7 +480,7 @@ def test_copies():
         assert (one.dtype, one.use_slicing, one.memory_limit, one.vae.threads) == (torch.bfloat16, True, "1 GiB", 1)
         assert (one.progress, one.cancel, dict(one.config)) == (False, None, dict(ours.config))
         assert one.float()._engine() is one.vae
-        with pytest.raises(RuntimeError, match=r"^post_quant_conv\.weight: "):
+        with refused("post_quant_conv.weight", kind=RuntimeError):
             one.post_quant_conv(z)
 
 
@@ -502,8 +502,9 @@ def test_a_trace_is_refused(way):
         "functionalize": lambda: torch.func.functionalize(decode)(z),
         "vmap": lambda: torch.vmap(decode)(z[None]),
     }[way]
-    with pytest.raises(RuntimeError, match=r"^[xz]: "):
+    with pytest.raises(RuntimeError) as caught:
         call()
+    assert is_about(caught.value, "x" if way == "export" else "z")
     assert torch.isfinite(decode(z)).all()
 
 
@@ -548,7 +549,7 @@ def test_a_state_dict_of_a_module_around_it_has_its_weights():
     want, got = (torch.nn.ModuleDict({"head": head, "vae": vae}).state_dict() for vae in (theirs, ours))
     assert got.keys() == want.keys() and all(torch.equal(got[name], t) for name, t in want.items())
     for part in (ours.decoder, ours.post_quant_conv, torch.nn.Sequential(ours.encoder), copy.deepcopy(ours).decoder):
-        with pytest.raises(RuntimeError, match=r": .*state_dict\(\)"):
+        with refused(names=["state_dict()"], kind=RuntimeError):
             part.state_dict()
 
 
@@ -568,7 +569,7 @@ def test_loading_weights_is_refused(assign):
         (torch.nn.Sequential(ours.decoder), torch.nn.Sequential(theirs.decoder)),
     ):
         for strict in (True, False):
-            with pytest.raises(TypeError, match="the VAE: its weights cannot be changed"):
+            with refused(names=["the VAE: "], kind=TypeError):
                 one.load_state_dict(other.state_dict(), strict=strict, assign=assign)
     assert ours.decoder.conv_in.weight is weight and torch.equal(ours.decode(z).sample, want)
     around = torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1), "vae": ours})
@@ -592,7 +593,7 @@ def test_from_pretrained(tmp_path):
     said = json.loads((tmp_path / "saved/config.json").read_text())
     for text, upcast in ((json.dumps(said | {"force_upcast": False}), False), ("{}", True)):
         (tmp_path / "saved/config.json").write_text(text)
-        with contextlib.nullcontext() if not upcast else pytest.warns(UserWarning, match="the config in the weights"):
+        with contextlib.nullcontext() if not upcast else warned(names=["config.json"], kind=UserWarning):
             ours = AutoencoderKL.from_pretrained(tmp_path / "saved")
         assert ours.config.scaling_factor == 0.3611 and ours.config.force_upcast is upcast
     # what only diffusers reads

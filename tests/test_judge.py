@@ -58,7 +58,7 @@ def test_the_verdict(guesses, is_untried):
 def test_what_runs_out_does_not_fit_and_nothing_more_is_needed():
     assert Verdict(100, 50, None, plays=Bounds()).word == "does not fit"
     assert Verdict(100, 200, 80, plays=Bounds()).why == "no room"
-    with pytest.raises(AssertionError, match="comes last"):
+    with pytest.raises(AssertionError):
         _ = Verdict(100, 90, 80, plays=Bounds()).word
     # A card that may give nothing: whatever is taken is too much.
     assert Verdict(0, 0, 0, plays=Bounds(1), kept_more=5).why == "marginal"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from errors import refused
+from errors import complains, refused
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -156,29 +156,29 @@ def test_a_prompt_that_is_not_encoded_is_not_predicted(monkeypatch):
 
 
 REFUSED = [
-    (lambda pipe, call: call.update(callback_on_step_end=print), "nothing is known of the call's argument callback_on"),
-    (lambda pipe, call: None, ""),
-    (lambda pipe, call: pipe.unet.set_attn_processor(AttnProcessor()), "nothing is known of unet's AttnProcessor"),
-    (lambda pipe, call: pipe.unet.compile(), "nothing is known of unet, which is compiled"),
-    (lambda pipe, call: pipe.unet.to(memory_format=torch.channels_last), "nothing is known of unet in channels_last"),
-    (lambda pipe, call: pipe.unet.add_module("lora", torch.nn.Linear(4, 4, device="meta")), "unet has other weights"),
-    (lambda pipe, call: pipe.vae.decoder.conv_out.double(), "vae has other weights than sd15"),
-    (lambda pipe, call: pipe.text_encoder.double(), "components.'text_encoder'.: expected"),
+    (lambda pipe, call: call.update(callback_on_step_end=print), ["callback_on_step_end"]),
+    (lambda pipe, call: None, []),
+    (lambda pipe, call: pipe.unet.set_attn_processor(AttnProcessor()), ["unet", "AttnProcessor"]),
+    (lambda pipe, call: pipe.unet.compile(), ["unet", "compiled"]),
+    (lambda pipe, call: pipe.unet.to(memory_format=torch.channels_last), ["unet", "channels_last"]),
+    (lambda pipe, call: pipe.unet.add_module("lora", torch.nn.Linear(4, 4, device="meta")), ["unet", "sd15"]),
+    (lambda pipe, call: pipe.vae.decoder.conv_out.double(), ["vae", "sd15"]),
+    (lambda pipe, call: pipe.text_encoder.double(), ["components['text_encoder']: "]),
     (
         lambda pipe, call: pipe.register_modules(image_encoder=pipe.vae),
-        "sd15, as vaemem knows it, has no image_encoder",
+        ["sd15", "image_encoder"],
     ),
     (
         lambda pipe, call: pipe.vae.register_to_config(latent_channels=5),
-        "the denoiser is called with 2 latents of 1638",
+        ["2 latents of 1638"],
     ),
-    (lambda pipe, call: pipe.vae.enable_tiling(), "its tiles do not have 512 pixels a side"),
+    (lambda pipe, call: pipe.vae.enable_tiling(), ["tiles", 512]),
     (
         lambda pipe, call: setattr(pipe, "__class__", diffusers.StableDiffusionPAGPipeline),
-        "know the pipeline StableDiffusionPAG",
+        ["StableDiffusionPAGPipeline"],
     ),
-    (lambda pipe, call: call.update(card="Voodoo 2"), "gpu: unknown card"),
-    (lambda pipe, call: call.update(offload="none and on cpu"), "offload: expected one of none, model, sequential,"),
+    (lambda pipe, call: call.update(card="Voodoo 2"), ["gpu: ", "Voodoo 2"]),
+    (lambda pipe, call: call.update(offload="none and on cpu"), ["offload: "]),
 ]
 
 
@@ -199,7 +199,7 @@ def test_what_is_not_known_is_not_predicted(monkeypatch, number):
         phases, _ = look()
         assert phases["decode"] == predict_pipeline("sd15", 512, 512, gpu="T4", steps=2).phases[-1]._replace()
         return
-    with pytest.raises(ValueError, match=said):
+    with refused(names=said, kind=ValueError):
         look()
 
 
@@ -348,7 +348,7 @@ def test_groups_are_recognised(small, words, more, said):
         other = small("sd")
         other.unet.enable_group_offload(place, place, offload_type="leaf_level")
         other.vae.enable_group_offload(place, place, offload_type="block_level", num_blocks_per_group=1)
-        with pytest.raises(ValueError, match="different kinds"):
+        with pytest.raises(ValueError):
             measuring_pipelines._groups(other)
 
 
@@ -530,7 +530,7 @@ def test_what_is_measured_is_fitted_compared_and_reported(small, tmp_path, capsy
     assert main(["report", str(file), "--out", str(tmp_path / "r"), "--no-plots"]) == 0
     assert "StableDiffusionPipeline on cpu" in (tmp_path / "r" / "report.md").read_text()
     assert main(["compare", str(file), "--predict"]) == 2
-    assert "StableDiffusionPipeline pipeline float32 on the CPU, got predict" in capsys.readouterr().err
+    assert complains(capsys.readouterr().err, "compare", names=["StableDiffusionPipeline", "predict"])
     Table(row | {"model": "sd15", "device": "Tesla T4", "dtype": "float16", "height": 64} for row in table).to_csv(file)
     assert main(["compare", str(file), "--predict", "--all"]) == 0
     assert "pipeline denoise        64x32  float16" in capsys.readouterr().out
@@ -556,29 +556,26 @@ def test_the_command(small, tmp_path, monkeypatch, capsys):
     assert "vaemem 0" in rows[0]["versions"] and Meter.log.count("text_encoder") == 1
     said = capsys.readouterr()
     assert "StableDiffusionPipeline 48x32 (cpu), batch 1, steps 2" in said.out
-    assert said.err.startswith("vaemem measure: PyTorch finds no GPU, so it runs on the CPU: reserved is the process's")
+    assert complains(said.err, "measure", names=["GPU", "CPU"])
     monkeypatch.setattr(vaemem.pytorch, "load_pipeline", lambda *_, **__: raiser(FULL)())
     assert main([*arguments]) == 1 and "Out of memory in load" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "argument", "names"),
     [
-        (["sd15", "512", "--random", "--steps", "0"], "--steps: expected a whole number of at least 1, got 0"),
-        (["sd15", "512", "--random", "--batch", "0"], "--batch: expected a whole number of at least 1, got 0"),
-        (["sd15", "512x516", "--random"], "width: expected a multiple of 8 up to 1048576 for sd15, got 516"),
-        (["flux", "520", "--random"], "height: expected a multiple of 16 up to 1048576 for flux, got 520"),
-        (["absent", "516"], "height: expected a multiple of 8 up to 1048576, got 516"),
-        (
-            ["hidream", "512", "--random"],
-            "source: only the VAE of 'hidream' is known; vaemem fits hidream decode 1024x1024 predicts it",
-        ),
+        (["sd15", "512", "--random", "--steps", "0"], "--steps", [1, 0]),
+        (["sd15", "512", "--random", "--batch", "0"], "--batch", [1, 0]),
+        (["sd15", "512x516", "--random"], "width", [8, "sd15", 516]),
+        (["flux", "520", "--random"], "height", [16, "flux", 520]),
+        (["absent", "516"], "height", [8, 516]),
+        (["hidream", "512", "--random"], "source", ["'hidream'", "hidream decode 1024x1024"]),
     ],
 )
-def test_the_command_refuses_before_anything_is_built(arguments, message, monkeypatch, capsys):
+def test_the_command_refuses_before_anything_is_built(arguments, argument, names, monkeypatch, capsys):
     monkeypatch.setattr(vaemem.pytorch, "load_pipeline", lambda *_, **__: pytest.fail("it was built"))
     assert main(["measure", *arguments]) == 2
-    assert capsys.readouterr().err == f"vaemem measure: {message}\n"
+    assert complains(capsys.readouterr().err, "measure", argument, names)
 
 
 def test_what_is_loaded_is_checked_before_it_is_built(monkeypatch, capsys):
@@ -590,8 +587,7 @@ def test_what_is_loaded_is_checked_before_it_is_built(monkeypatch, capsys):
         with refused(kind=ImportError, packages=("accelerate",), install="pip install 'vaemem[diffusers]'"):
             load_pipeline("sd15", offload="model", random=True)
     assert main(["measure", "sd15", "512"]) == 2
-    said = capsys.readouterr().err
-    assert "source: expected a folder of diffusers', an id whose files are in the Hub's cache, or with --random" in said
+    assert complains(capsys.readouterr().err, "measure", "source", ["--random"])
 
 
 def test_a_vaes_run(monkeypatch, capsys, tmp_path):
@@ -615,7 +611,7 @@ def test_a_vaes_run(monkeypatch, capsys, tmp_path):
     assert len(lines) == 3 and lines[2].endswith(f"reserved above,{made.reserved},,")
     row |= {"reserved_bytes": made.reserved * 2}
     assert main(["measure", "sdxl", "decode", "1024"]) == 0
-    assert "tensors agree; cuDNN's workspaces or the allocator's segments differ" in capsys.readouterr().err
+    assert complains(capsys.readouterr().err, "measure", names=["cuDNN"])
     row |= {"allocated_bytes": made.allocated * 2}
     assert main(["measure", "sdxl", "decode", "1024"]) == 0
     assert made.peak_tensors[0].name in capsys.readouterr().err
@@ -625,10 +621,7 @@ def test_a_vaes_run(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(vaemem.pytorch, "measure", full)
     assert main(["measure", "sdxl", "decode", "1024"]) == 1
-    assert (
-        capsys.readouterr().err
-        == "vaemem measure: it runs out of memory: CUDA out of memory. Tried to allocate 4.00 GiB.\n"
-    )
+    assert complains(capsys.readouterr().err, "measure", names=["4.00 GiB"])
     place.type = "cpu"
     for words in (["decode", "64", "--steps", "2"], ["64", "128", "--random"], ["decode", "64", "--contribute"]):
         assert main(["measure", "sdxl", *words]) == 2

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from errors import refused
+from errors import complains, refused
 
 from vaemem import plan_pipeline, plot, predict, predict_pipeline
 from vaemem.__main__ import main
@@ -591,7 +591,7 @@ def test_the_command(capsys):
     assert "Nothing fits." in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*asked, "--measured", "no offload"])
-    assert "expected NAME=VALUE" in capsys.readouterr().err
+    assert complains(capsys.readouterr().err, "plan", names=["NAME=VALUE"])
 
 
 def test_the_command_is_calibrated(capsys):

@@ -207,7 +207,7 @@ def test_no_device_is_large_enough():
     assert core.least(True, 0, 0) == (1 << 60) - (2 << 20)
     core.count(0, 0, 0, 0, 0, (1 << 60) + 1)
     core.read("")
-    with pytest.raises(OverflowError, match=r"^least: "):
+    with refused(names=["least: "], kind=OverflowError):
         core.least(True, 0, 0)
 
 
@@ -409,7 +409,7 @@ def test_phases_have_names_and_work():
     ]  # fmt: skip
     other, _ = core.elsewhere(CachingAllocator(total_memory=64 << 20, history=False))
     assert other.readings == core.readings
-    with pytest.raises(ValueError, match="null"):
+    with pytest.raises(ValueError):
         core.read("a\0b")
 
 
@@ -586,5 +586,5 @@ def test_a_script_that_was_written_elsewhere():
 def test_variables_that_are_not_bound():
     v = Variables(SimulatedProcess())
     assert not hasattr(v, "x") and getattr(v, "x", 7) == 7
-    with pytest.raises(AttributeError, match=r"^x: "):
+    with refused("x", kind=AttributeError):
         _ = v.x

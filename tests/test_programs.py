@@ -177,7 +177,7 @@ def test_equations_of_cases():
         with refused(got="n = 1"):
             taken(case, n=1)
     for wrong in ("", "n", "2 m", "1 +", "1 n = 1", "1;", "1 n n n n"):
-        with pytest.raises((ValueError, OverflowError), match="polynomial: "):
+        with refused(names=["polynomial: "], kind=(ValueError, OverflowError)):
             taken("1 = 1", wrong, n=1 << 20)
     for wrong in ("1", "1 n =", "1 n = 1 = 1", "1 = 1; 1"):
         with refused(names=["polynomial"]):
@@ -213,7 +213,7 @@ module b=1 a0 =0 -3"""
 def test_a_text_that_is_no_program_is_refused(old, new):
     Program(SMALL)
     assert SMALL.count(old) >= 1
-    with pytest.raises((ValueError, OverflowError), match="program: "):
+    with refused(names=["program: "], kind=(ValueError, OverflowError)):
         Program(SMALL.replace(old, new))
 
 
@@ -267,11 +267,11 @@ def test_a_wrong_fit_is_refused(modules):
     values = [{"n": n, "t": t} for n, t in ((1, 2), (2, 5), (3, 3), (4, 9), (5, 7))]
     fit = PolynomialFit(["", "n", "t", "n t"], values)
     assert fit.polynomials[fit.index(tuple(3 * v["n"] * v["t"] + 7 * v["n"] for v in values))] == "7 n + 3 n t"
-    with pytest.raises(ValueError, match="a polynomial"):
+    with refused("points"):
         fit.index(tuple(2 ** v["t"] for v in values))
     short, long = ModuleCall("m"), ModuleCall("m")
     long.append(("take", "", 8))
-    with pytest.raises(ValueError, match="other steps"):
+    with refused("m", kind=ValueError):
         Writer(fit, "float16").write([short] * 4 + [long])
 
 

@@ -71,7 +71,7 @@ def test_encode_survives_a_worker(address, folder, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(vaemem, "Encoder", killed_once(tmp_path / "killed"))
     assert main([*command, str(tmp_path / "many"), "--ray", address]) == 0
     printed = capsys.readouterr()
-    assert (tmp_path / "killed").exists() and printed.err.count("passed over bad.png") == 2
+    assert (tmp_path / "killed").exists() and printed.err.count(" bad.png") == 2
     assert "many: 60 images, 1 passed over" in printed.out
     want, got = files_of(tmp_path / "one"), files_of(tmp_path / "many")
     assert len(want) == 16 + 2 and got == want

@@ -58,10 +58,10 @@ def test_filters_cut_out_of_a_video_model_give_the_same_images(tmp_path):
 def test_a_model_of_other_widths_is_not_named():
     """A quarter of every width, as a pruned one has."""
     other = {n: (-(-shape[0] // 4), *shape[1:]) for n, shape in shapes_of("qwen-image").items()}
-    with refused(names=["unknown architecture", "config="]):
+    with refused(names=["config="]):
         layouts.detect(other)
     narrow = {n: (-(-shape[0] // 2), *shape[1:]) for n, shape in shapes_of("hunyuanimage-2.1").items()}
-    with refused(names=["unknown architecture", "config="]):
+    with refused(names=["config="]):
         layouts.detect(narrow)
 
 
@@ -205,7 +205,7 @@ def test_a_repository_that_was_downloaded(hub, monkeypatch):
     folder = hub / "models--someone--a-vae"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc")
-    with refused("path", names=["a-vae", "'hf download someone/a-vae'"], kind=FileNotFoundError):  # and no files of it
+    with refused("path", names=["a-vae", "download someone/a-vae"], kind=FileNotFoundError):  # and no files of it
         VAE.load("someone/a-vae")
     weights.save(model, folder / "snapshots" / "abc")
     same(weights.load("someone/a-vae"), tensors_of(model))

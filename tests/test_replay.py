@@ -455,7 +455,7 @@ def test_deep_nesting_is_read_and_freed():
 def test_every_cut_is_an_error():
     data = pickle.dumps(run(steps=4).snapshot(), protocol=4)
     for end in range(len(data)):
-        with pytest.raises(ValueError, match="pickle: byte"):
+        with refused(names=["pickle: byte "]):
             _core.read_pickle(data[:end])
 
 

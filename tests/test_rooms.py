@@ -300,3 +300,49 @@ def test_functions_are_short():
                 if body and (body[-1].end_lineno or 0) - body[0].lineno >= 80:
                     long.add(f"{name}.{node.name}")
     assert long == set()
+
+
+# ---- tests ----
+
+WORDS = re.compile(r"\b[a-z]{2,} [a-z]{2,} [a-z]{2,}\b")
+MESSAGES = re.compile(r"\.err\b|\bstderr\b|\.message\b|\bstr\((error|caught|wrong|fault)\b")
+
+
+def quotes(tree: ast.AST) -> Iterator[ast.AST]:
+    """The places in a test file that compare the words of an error, a warning or a command's complaint."""
+
+    def has_words(*nodes: ast.AST) -> bool:
+        texts = (node.value for one in nodes for node in ast.walk(one) if isinstance(node, ast.Constant))
+        return any(isinstance(text, str) and bool(WORDS.search(text)) for text in texts)
+
+    def is_message(node: ast.AST) -> bool:
+        return bool(MESSAGES.search(ast.unparse(node)))
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            given = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg in ("match", "names")}
+            if name in ("pytest.raises", "pytest.warns") and "match" in given:
+                yield node
+            elif name in ("refused", "warned", "complains", "is_about") and has_words(
+                *(given[k] for k in given if k == "names")
+            ):
+                yield node
+            elif isinstance(node.func, ast.Attribute) and is_message(node.func.value) and has_words(*node.args):
+                yield node
+        elif isinstance(node, ast.Compare) and has_words(node) and any(map(is_message, (node.left, *node.comparators))):
+            yield node
+
+
+def test_tests_quote_no_messages():
+    """Another sentence breaks no test: tests/errors.py compares the subject and the values of a message."""
+    wrong = ast.parse(
+        'pytest.raises(X, match="a")\nassert "no such great file" in str(caught.value)\nrefused("x", names=[1])'
+    )
+    assert len([*quotes(wrong)]) == 2
+    found = [
+        f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        for node in quotes(ast.parse(path.read_text("utf-8")))
+    ]
+    assert found == []

@@ -64,7 +64,7 @@ def test_there_are_a_thousand_rows_of_many_sources():
     ],
 )  # fmt: skip
 def test_a_word_that_is_not_in_the_vocabulary(column, word):
-    with pytest.raises(ValueError, match=r"\w+.*: expected|expected printable"):
+    with pytest.raises(ValueError):
         row(**{column: word})
 
 
@@ -78,16 +78,16 @@ def test_the_line_of_a_wrong_row_is_named(tmp_path):
     good = (tmp_path / "rows.csv").read_text()
     wrong = good.replace("allocated above", "vram", 2).replace("vram", "allocated above", 1)
     (tmp_path / "rows.csv").write_text(wrong)
-    with pytest.raises(ValueError, match=r"rows\.csv, line 3: counter: expected one of"):
+    with refused("rows.csv, line 3: counter", kind=ValueError):
         read_rows(tmp_path)
     (tmp_path / "rows.csv").write_text(wrong.replace("vram", "reserved").replace("somebody/repository#1", "nobody", 1))
-    with pytest.raises(ValueError, match=r"line 2: source: 'nobody' is not in sources\.csv: add a line there"):
+    with refused("rows.csv, line 2: source", names=["'nobody'"], kind=ValueError):
         read_rows(tmp_path)
-    for broken, said in ((wrong + wrong.splitlines()[1], "the same as line 2"),
-                         (wrong.replace(",float16", ""), "expected 23 cells, got 22"),
-                         (wrong.replace("sdxl", "sdxl,"), "expected 23 cells, got 24")):  # fmt: skip
+    for broken, line, names in ((wrong + wrong.splitlines()[1], 4, ["line 2"]),
+                                (wrong.replace(",float16", ""), 2, [23, 22]),
+                                (wrong.replace("sdxl", "sdxl,"), 2, [23, 24])):  # fmt: skip
         (tmp_path / "rows.csv").write_text(broken.replace("vram", "reserved above"))
-        with pytest.raises(ValueError, match=rf"line \d: .*{said}$"):
+        with refused(f"rows.csv, line {line}", names=names, kind=ValueError):
             read_rows(tmp_path)
 
 
@@ -132,7 +132,7 @@ def test_a_sheets_words_become_the_vocabularys():
     assert (tiled["way"], tiled["settings"]) == ("offload model, VAE tiled", "attention xformers, cold")
     assert clean.clean(SHEET | {"metric": "vram"})["doubtful"] == "the counter is not named"
     assert clean.clean(SHEET | {"metric": "allocated_lt"}) is None  # a bound
-    with pytest.raises(ValueError, match=r"model: 'Nobody knows' is not in words\.csv"):
+    with refused("model", names=["'Nobody knows'"], kind=ValueError):
         clean.clean(SHEET | {"model": "Nobody knows"})
 
 

@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import pytest
 from engine import config, error, images, latents, small_vae
-from errors import refused
+from errors import is_about, refused
 
 from vaemem import VAE, Tiling, _core
 from vaemem.engine import configs
@@ -212,7 +212,7 @@ def test_a_picture_of_what_is_no_number_is_told_once(dtype):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         vae.decode(z, output_type="uint8", tiling=Tiling(16))
-    assert [(str(w.message), w.filename) for w in seen] == [("decode: the result is not finite", __file__)]
+    assert [(is_about(w.message, "decode"), w.filename) for w in seen] == [(True, __file__)]
     assert sum(f"{dtype}: not finite" in note for note in vae.last_run.notes) == 1 and not vae.last_run.finite
     z[0, 0, -1, -1] = 0
     vae.decode(z, output_type="uint8", tiling=Tiling(16))
@@ -429,7 +429,7 @@ def test_bad_input(call, exception, message):
     want = vae.decode(z, tiling=Tiling(32))
     with refused(*message, kind=exception):
         call(vae, z)
-    with pytest.raises(OverflowError, match="addressed"):
+    with refused("batch", kind=OverflowError):
         vae.estimate("decode", 2**20, 2**20, 2**40, tiling=Tiling(32))
     assert np.array_equal(vae.decode(z, tiling=Tiling(32)), want)
 

@@ -521,7 +521,7 @@ def test_flash_attention_splits_keys_when_queries_are_few():
 
 
 @pytest.mark.parametrize(
-    "change, named",
+    "change, names",
     [
         ({"height": 500}, ("height", 500)),
         ({"width": 0}, ("height, width, batch, tile",)),
@@ -563,17 +563,17 @@ def test_what_cannot_be_is_named(change, named):
 
 
 @pytest.mark.parametrize(
-    "change, named",
+    "change, names",
     [
-        ({}, "4194304"),
-        ({"tile": 32, "height": 1 << 20, "width": 1 << 20}, "65536 .*43691 x 43691"),
-        ({"tile": 32, "height": 1 << 11, "width": 1 << 11, "batch": 16, "slicing": True}, "86 x 86 "),
-        ({"slicing": True, "batch": 1 << 16, "tile": 64, "height": 512, "width": 1024}, "65536"),
+        ({}, ["4194304"]),
+        ({"tile": 32, "height": 1 << 20, "width": 1 << 20}, ["65536", "43691 x 43691"]),
+        ({"tile": 32, "height": 1 << 11, "width": 1 << 11, "batch": 16, "slicing": True}, ["86 x 86 "]),
+        ({"slicing": True, "batch": 1 << 16, "tile": 64, "height": 512, "width": 1024}, ["65536"]),
     ],
 )
-def test_steps_are_bounded(change, named):
+def test_steps_are_bounded(change, names):
     call = {"height": 1 << 15, "width": 1 << 15, "tile": 512} | change
-    with pytest.raises(OverflowError, match=named):
+    with refused(names=names, kind=OverflowError):
         _core.Trace.vae(arch=MODELS["sdxl"], runtime="diffusers", op="decode", dtype="float16", **call)
 
 
@@ -582,8 +582,9 @@ def test_sizes_that_do_not_fit_are_refused():
 
     def overflows(method, *args):
         trace = _core.Trace()
-        with pytest.raises(OverflowError, match=r"^x"):
+        with refused(kind=OverflowError) as caught:
             getattr(trace, method)(*args, "x")
+        assert caught.value.argument.partition(" ")[0] == "x"
 
     half, most = 1 << 32, (1 << 63) - 1
     overflows("take", (1 << 60) + 1)
@@ -594,7 +595,7 @@ def test_sizes_that_do_not_fit_are_refused():
             overflows("attend", attention_call(dtype, heads, queries, keys, depth, batch), "usual", sm, 128)
     overflows("attend", attention_call("float16", 1, 16, 1 << 59, 60), "usual", 89, 128)  # padded keys, few queries
     overflows("attend", attention_call("bfloat16", 1, half, half, 1), "usual", 75, 128)  # scores
-    with pytest.raises(OverflowError, match=r"conv_in: "):
+    with refused("conv_in", kind=OverflowError):
         _core.Trace.vae(MODELS["sdxl"], "diffusers", "encode", "float32", 1 << 20, 1 << 20, 1 << 16)
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engine import BACKENDS, SMALL, config, error, images, latents, run_core, small_vae
-from errors import refused
+from errors import is_about, refused, warned
 
 import vaemem
 from vaemem import VAE, _core
@@ -272,7 +272,7 @@ def test_bad_input(call, exception, message):
 
 
 def test_sizes_that_no_memory_holds():
-    with pytest.raises(OverflowError, match="addressed"):
+    with refused("batch", kind=OverflowError):
         small_vae().estimate("decode", 8, 8, 2**60)
 
 
@@ -337,7 +337,7 @@ def test_more_memory_than_there_is():
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + need // 16, hard))
     try:
-        with pytest.raises(MemoryError, match=r"^memory: .*\d+ bytes"):
+        with refused("memory", names=[" bytes"], kind=MemoryError):
             vae.decode(z)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
@@ -362,7 +362,7 @@ def test_progress_reaches_the_end(op):
 @pytest.mark.parametrize("given", [3, "yes", [], 0.0])
 def test_progress_is_true_false_or_a_function(given):
     vae = small_vae()
-    with pytest.raises(vaemem.ArgumentTypeError, match="progress: expected True, False, or a function of two numbers"):
+    with refused("progress", kind=vaemem.ArgumentTypeError):
         vae.decode(latents(vae, 2, 2), progress=given)
     assert vae.decode(latents(vae, 2, 2), progress=False) is not None
 
@@ -373,10 +373,12 @@ def test_an_exception_in_progress_stops_the_run():
     held = vae.reserved_bytes
 
     def stop(done, total):
-        raise RuntimeError("enough")
+        raise error
 
-    with pytest.raises(RuntimeError, match="enough"):
+    error = RuntimeError("enough")
+    with pytest.raises(RuntimeError) as caught:
         vae.decode(z, progress=stop)
+    assert caught.value is error
     assert vae.last_run is None and vae.reserved_bytes == held
     small = latents(vae, 2, 2)
     assert np.array_equal(vae.decode(small), small_vae().decode(small))
@@ -524,13 +526,13 @@ def test_environment():
     assert done.stdout.strip() == "['ref'] 3", done.stderr
     for unknown in ("avx1024", "a" * 100):
         done = run(VAEMEM_DISABLE=f"{unknown},avx2")
-        assert f"got '{unknown}', which changes nothing" in done.stderr and "avx2" not in done.stdout
+        assert is_about(done.stderr, names=["VAEMEM_DISABLE: ", f"'{unknown}'"]) and "avx2" not in done.stdout
     assert "avx512" not in run(VAEMEM_DISABLE="avx512").stdout
     kinds = [(dtype, precision) for dtype in DTYPES for precision in PRECISIONS]
     every = {name for kind in kinds for name, _ in _core.backends(*kind)} - {"ref"}
     done = run(VAEMEM_DISABLE=",".join(every))
-    assert done.stdout.startswith("['ref'] ") and "changes nothing" not in done.stderr
-    assert "VAEMEM_THREADS: expected a number from 1 to 1024, got 'many'" in run(VAEMEM_THREADS="many").stderr
+    assert done.stdout.startswith("['ref'] ") and "VAEMEM_DISABLE" not in done.stderr
+    assert is_about(run(VAEMEM_THREADS="many").stderr, names=["VAEMEM_THREADS: ", 1024, "'many'"])
 
 
 def test_the_environment_of_a_running_process_changes_nothing(monkeypatch):
@@ -539,7 +541,7 @@ def test_the_environment_of_a_running_process_changes_nothing(monkeypatch):
     rows = vaemem.backends()
     monkeypatch.setenv("VAEMEM_DISABLE", "avx512,avx2")
     for ask in (vaemem.backends, lambda: VAE.random(config=config("sd")), vae.copy, lambda: VAE.load(vae.state_dict())):
-        with pytest.warns(UserWarning, match=rf"value '{before}' from the import .* value 'avx512,avx2'") as said:
+        with warned("VAEMEM_DISABLE", [repr(before), "'avx512,avx2'"], UserWarning) as said:
             ask()
         assert [warning.filename for warning in said] == [__file__]
     with pytest.warns(UserWarning):

@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from errors import refused
+from errors import refused, warned
 from safetensors import numpy as safetensors_numpy
 from weights_files import CONFIGS, FLUX_LIKE, SMALL, make, respell, same, tensors_of, write
 
@@ -304,11 +304,11 @@ def test_a_save_that_fails_between_its_two_files(tmp_path, monkeypatch):
     def fails(source, target):
         seen.append([part.read_bytes()[:1] for part in (tmp_path / "vae").glob(".vaemem-*.part")])
         if len(seen) == 2:
-            raise OSError(errno.EIO, "Input/output error")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(OSError, match="Input/output error"):
+    with refused(kind=OSError, errno=errno.EIO):
         weights.save(make(), tmp_path / "vae")
     assert b"{" in seen[0]  # the config's part is not empty
     assert not (tmp_path / "vae").exists()
@@ -329,20 +329,20 @@ def test_the_config_in_the_weights_decides(tmp_path):
     file, config = tmp_path / weights.WEIGHTS, json.loads((tmp_path / "config.json").read_text())
     assert VAE.load(file).arch["scaling_factor"] == 0.5 and weights.look(file).arch["scaling_factor"] == 0.5
     for text, said in (
-        (json.dumps(config | {"sample_size": 32}), "sample_size is 32, not 64;"),
-        (json.dumps(config | {"norm_num_groups": 16}), "norm_num_groups is 16, not 32;"),
-        (json.dumps(config | {"scaling_factor": None}), "scaling_factor is None, not 0.5;"),
-        (json.dumps(config | {"act_fn": "relu"}), ".*act_fn: expected silu"),
-        ("{", ".*: expected JSON, got "),
-        ("", ".*: expected JSON, got "),
-        (None, ".*: expected a config.json, got none"),
+        (json.dumps(config | {"sample_size": 32}), ["sample_size", 32, 64]),
+        (json.dumps(config | {"norm_num_groups": 16}), ["norm_num_groups", 16, 32]),
+        (json.dumps(config | {"scaling_factor": None}), ["scaling_factor", None, 0.5]),
+        (json.dumps(config | {"act_fn": "relu"}), ["act_fn", "silu"]),
+        ("{", ["JSON"]),
+        ("", ["JSON"]),
+        (None, []),
     ):
         (tmp_path / "config.json").unlink() if text is None else (tmp_path / "config.json").write_text(text)
-        with pytest.warns(UserWarning, match=rf"config\.json: {said}.*using the config in the weights") as seen:
+        with warned(tmp_path / "config.json", kind=UserWarning, names=said) as seen:
             vae = VAE.load(tmp_path)
         assert seen[0].filename == __file__
         assert (vae.arch["scaling_factor"], vae.arch["norm_num_groups"], vae.sample_size) == (0.5, 32, 64)
-        with pytest.warns(UserWarning, match=said):
+        with warned(kind=UserWarning, names=said):
             assert weights.look(tmp_path).arch == weights.look(file).arch
     vae.save(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == config
@@ -464,7 +464,7 @@ def test_a_vae_of_another_architecture_is_unknown(kind, said):
         pytest.skip(f"this diffusers has no {kind}")
     with torch.device("meta"):
         module = getattr(diffusers, kind)()
-    with refused(names=["unknown architecture", said]) as caught:
+    with refused(names=["architecture", said]) as caught:
         weights.arch_of(shaped({name: tensor.shape for name, tensor in module.state_dict().items()}))
     assert not any(f"{name}'s" in str(caught.value) for name in _core.models())
 
@@ -481,7 +481,7 @@ def test_a_vae_of_another_architecture_is_unknown(kind, said):
     ],
 )
 def test_files_of_other_autoencoders(names, said):
-    with refused(names=["unknown architecture", said]):
+    with refused(names=["architecture", said]):
         weights.arch_of(shaped(dict.fromkeys(names, (8, 8, 3, 3))))
 
 
