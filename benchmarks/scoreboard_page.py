@@ -97,6 +97,12 @@ def grouped(rows: Sequence[Scored], name: str) -> list[tuple[object, ...]]:
     return [(key, *summary(of)) for key, of in sorted(groups.items(), key=lambda item: -len(item[1]))]
 
 
+def counter_table(rows: Sequence[Scored]) -> str:
+    """Make the table of vaemem's errors by the counter that was read, without counters that have no answer."""
+    lines = [line for line in grouped(rows, "counter") if line[2]]
+    return table(("counter", "rows", "answers", "median error", "19 of 20 within", "worst"), lines)
+
+
 def of_sources(rows: Sequence[Scored]) -> str:
     """Make a CSV of vaemem's errors by source."""
     head = ("source", "rows", "answered", "median_error", "19_of_20_within", "worst")
@@ -130,33 +136,36 @@ def text(
     unseen: Sequence[Score], every: Sequence[Score], answers: Mapping[str, Sequence[Scored]], rows: Sequence[Scored],
     counts: dict[str, int],
 ) -> str:  # fmt: skip
-    """Write the part of the document with numbers. answers: to the rows that vaemem has not learned from. rows: all."""
-    own, mine = unseen[0], next(iter(answers.values()))
+    """Write the part of the document with numbers. unseen, answers: on rows that vaemem has not learned from.
+    every, rows: on all rows; rows are vaemem's."""
+    own, taught, mine = unseen[0], every[0], next(iter(answers.values()))
     worst = own.worst_row
     assert worst is not None
     return f"""\
-**Of measurements that vaemem has never seen, its median error is {percent(own.median)}. 19 of 20 answers are
-within {percent(own.p95)}, and the worst is off by {percent(own.worst)}.** It answers {own.answered} of {own.asked},
-and gives no number for the others. If each source counts once, the median is {percent(of_each_source(mine))}.
-The worst is {worst.model}, {worst.op.replace("_", " ")}, {worst.height}x{worst.width}, by {worst.source}.
+**On measurements that vaemem has never seen, vaemem's median error is {percent(own.median)}. 19 of 20 answers are
+within {percent(own.p95)}, and the worst answer is off by {percent(own.worst)}.** vaemem answers {own.answered} of
+{own.asked} questions, and gives no number for the others. If each source counts once, the median error is
+{percent(of_each_source(mine))}. The worst answer is for {worst.model}, {worst.op.replace("_", " ")},
+{worst.height}x{worst.width}, by {worst.source}.
 
-Median errors of the estimators, and the numbers of their answers:
+The table has the median error of each estimator, and the number of its answers:
 
 {kind_table(answers)}
 
 ![Each dot is a measurement: what an estimator says, divided by what was measured](images/scoreboard.svg)
 
-Whether a run fits is asked of cards with {", ".join(map(str, CARDS[:-1]))} and {CARDS[-1]} GiB. An
-estimator is wrong if one of them lies between its estimate and the measured value.
+Each estimate also says whether the run fits cards with {", ".join(map(str, CARDS[:-1]))} and
+{CARDS[-1]} GiB. An estimator is wrong if the size of a card lies between the estimate and the measured value.
 
 {score_table(unseen)}
 
-vaemem also says the most that it expects (`upper`). {own.within} of {own.bounded} reserved values are below it. In the
-median it lies {percent(own.above)} above the measured value.
+vaemem also gives an upper bound, `upper`. {own.within} of {own.bounded} measured values of reserved memory are below
+`upper`. In the median, `upper` is {percent(own.above)} above the measured value.
 
 ## Where vaemem is wrong, and why
 
-Errors above {percent(LARGE)}, of all {counts["scored"]} rows:
+The table has all errors above {percent(LARGE)} on {counts["scored"]} rows, including the rows that vaemem has learned
+from:
 
 {of_errors(rows)}
 
@@ -166,18 +175,19 @@ Errors above {percent(LARGE)}, of all {counts["scored"]} rows:
 
 ## By counter
 
-{table(("counter", "rows", "answers", "median error", "19 of 20 within", "worst"), grouped(mine, "counter"))}
+{counter_table(mine)}
 
 ## With the rows that vaemem has learned from
 
-{score_table(every)}
+On all rows, the median error of vaemem's {taught.answered} answers is {percent(taught.median)}. 19 of 20 answers are
+within {percent(taught.p95)}, and the worst answer is off by {percent(taught.worst)}.
 
 ## The estimators
 
 {table(("estimator", "what it gets, or whose it is"), [(s.name, s.source) for s in unseen])}
 
 There are {counts["all"]} rows of {counts["sources"]} sources by {counts["publishers"]} publishers.
-{counts["doubtful"]} are doubtful, and are not scored. `benchmarks/results/scoreboard.csv` has the errors by source.
+{counts["doubtful"]} doubtful rows are not scored. `benchmarks/results/scoreboard.csv` has the errors by source.
 """
 
 

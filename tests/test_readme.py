@@ -99,7 +99,7 @@ def test_predicted_rows_are_those_that_are_printed(capsys):
         values = [re.sub(r"^(\d+)(?:\.(\d))?( |$)", lambda m: f"{m[1]}.{m[2] or 0}0{m[3]}", cell) for cell in numbers]
         tiles = ["512", "0.25"] if op.endswith("_tiled") else []
         assert " ".join([model, op, "1024x1024", dtype, *tiles, *values]) in printed
-    assert len(shown) == 8
+    assert len(shown) == 5
 
 
 def test_the_pipelines_table_is_what_is_printed(capsys):

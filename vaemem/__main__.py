@@ -33,9 +33,9 @@ def _describe(error: BaseException, args: argparse.Namespace) -> str:
 
 
 class _Output:
-    """Standard output, or standard error. It goes on when nobody reads it any more, so that the command still has its
-    exit status. A terminal gets no control characters: names of files could hold them. Everything else gets them as
-    they are."""
+    """Standard output, or standard error. Writing goes on when nobody reads any more, so that the command keeps its
+    exit status. A terminal gets no control characters, because names of files could hold them. Files and pipes get the
+    text unchanged."""
 
     def __init__(self, file: TextIO):
         self._file = file

@@ -4,9 +4,9 @@
 
 model of a VAE : str or dict
     ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"sd3"``, ``"zimage"``, ``"cogview4"``, ``"playground-v2.5"``, ``"flux2"``,
-    ``"flux2-small"``, also as people write them (``"SD 1.5"``, ``"stabilityai/sdxl-vae"``). Also a model with the same
-    VAE (``"Kwai-Kolors/Kolors"``: the answer names the VAE), or the config of another AutoencoderKL or
-    AutoencoderKLFlux2 (a dict, or a path).
+    ``"flux2-small"``, or such a name as people write it (``"SD 1.5"``, ``"stabilityai/sdxl-vae"``). A model with the
+    same VAE is accepted too (``"Kwai-Kolors/Kolors"``: the answer names the VAE), and so is the config of another
+    AutoencoderKL or AutoencoderKLFlux2 (a dict, or a path).
 op of a VAE : str
     ``"encode"``, ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
 dtype of a VAE : str, optional
@@ -19,34 +19,34 @@ runtime of a VAE : str
     The program that runs the VAE: ``"diffusers"`` (AutoencoderKL, the default), ``"bfl"`` (AutoEncoder of the flux
     repository), ``"comfyui"`` (its class VAE), ``"a1111"`` (CompVis' AutoencoderKL as A1111 changes it), ``"forge"``
     (an earlier version of ComfyUI's) or ``"invokeai"`` (diffusers' class, or BFL's for FLUX). With ``"a1111"`` the UNet
-    and the text encoders stay on the card, as they do by default; ``"a1111-medvram"`` moves them off it.
-    docs/PREDICTION.md lists the checks of each.
+    and the text encoders stay on the card, as in A1111 by default; ``"a1111-medvram"`` moves them off the card.
+    docs/PREDICTION.md lists the checks of each program.
 executor : concurrent.futures.Executor, optional
-    Work in its processes or threads, which may be on other machines, such as a ``ProcessPoolExecutor`` or the executor
-    of a Dask client. The result is the same. If a worker dies, the finished part is returned, and a RuntimeWarning
-    names the missing one.
+    The executor whose processes or threads do the work, perhaps on other machines, such as a ``ProcessPoolExecutor`` or
+    the executor of a Dask client. The executor does not change the result. If a worker dies, the finished part is
+    returned, and a RuntimeWarning names the missing part.
 safe : bool
     If true, a tight run does not count as fitting (`fits`, and the command's exit status).
 gpu : str, optional
     A card's name, ``"RTX 4090"``, ``"A100 80GB MIG 3g.40gb"``, ``"4070 laptop"`` ..., or a compute capability,
-    ``"sm_89"``: workspaces depend on it, and on little else. If none is named, a card of that `memory` stands for
-    yours. Without `memory` it is this machine's card, or an RTX 4090 if the machine has none. The answer's first line
-    says which card stands for yours.
+    ``"sm_89"``, on which workspaces mostly depend. If no card is named, a card of that `memory` stands for yours.
+    Without `memory`, this machine's card stands for yours, or an RTX 4090 if the machine has none. The answer's first
+    line says which card stands for yours.
 memory : int or str, optional
-    The card's memory, in bytes or as cards are sold, ``"16 GB"`` (of 2^30 bytes here). It distinguishes variants, and
-    selects a card of a compute capability.
+    The card's memory, in bytes or as cards are sold, ``"16 GB"`` (of 2^30 bytes here). The memory distinguishes
+    variants of a card, and selects a card of a compute capability.
 used : int or str
     The card's memory that others hold, such as the desktop and other models: bytes, or ``"1.5 GB"``.
 os : str
     ``"linux"`` or ``"windows"``. Windows' display driver model keeps 125 to 850 MiB more of a card. A run that fits
-    with 125 MiB less but not with 850 MiB less is tight. Beyond the card's memory Windows uses the host's, which is
-    slow, and the verdict says where that begins.
+    with 125 MiB less but not with 850 MiB less is tight. Beyond the card's memory Windows uses the host's memory, which
+    is slow, and the verdict says from which size on.
 cudnn_version, torch_version : str, optional
     The versions that run, such as ``"9.10.2"`` and ``"2.9.1+cu128"``. The defaults are 2.7.1+cu128 and its cuDNN,
-    9.7.1. That build has no kernels for Volta, whose defaults are 2.7.1+cu126 and 9.5.1. A `torch_version` without a
-    CUDA build, ``"2.7.1"``, is PyPI's: ``"2.7.1+cu126"``. Releases from 1.13 on have answers; the operators of 2.4
-    stand for older ones. Some versions of cuDNN (below 9.8) could not be queried. The nearest version with data then
-    stands in, as `Prediction.band` and `Prediction.substitutions` say.
+    9.7.1, and for Volta 2.7.1+cu126 and 9.5.1. A `torch_version` without a CUDA build, ``"2.7.1"``, means PyPI's build:
+    ``"2.7.1+cu126"``. Releases from 1.13 on have answers; the operators of 2.4 stand for those of older releases. Some
+    versions of cuDNN (below 9.8) could not be queried. The nearest version with data then stands in, as
+    `Prediction.band` and `Prediction.substitutions` say.
 diffusers_version : str, optional
     The release of diffusers, from ``"0.33.0"`` to ``"0.42.1"``; the default is 0.42. When SDXL's VAE is converted to
     float32, a decode's first blocks stay in half precision before 0.36. Before 0.37 ``channels_last`` takes more
@@ -64,38 +64,38 @@ prompt_tokens : int, optional
     prompts in parts of 77. Qwen-Image pads nothing, adds a template, and cuts the result to 512 tokens.
 guidance : bool, optional
     Whether SD 1.5, SD 2.1, SDXL, SD 3, PixArt-Sigma, Chroma, Qwen-Image, Z-Image, FLUX.2-klein-base and Wan
-    denoise each image twice. The default is that of the pipeline's call: Qwen-Image does so only with a negative
-    prompt, which ComfyUI's workflows have; the others always do. FLUX and FLUX.2 take guidance as a number;
-    Z-Image-Turbo and FLUX.2-klein take none.
+    denoise each image twice. By default Qwen-Image denoises twice only with a negative prompt, which ComfyUI's
+    workflows have; the other pipelines always denoise twice. FLUX and FLUX.2 take guidance as a number; Z-Image-Turbo
+    and FLUX.2-klein take no guidance.
 components : dict, optional
     Storage of components' weights, by role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``,
     ``"controlnet"``, ``"vae"``). A value is a type that `vaemem.pipelines.storage.tensor_bytes` takes (``"nf4"``,
     ``"Q8_0"``, ``"fp8"``, ``"int8wo"``, ``"float32"``), or the path of a safetensors or GGUF file. diffusers keeps
-    GGUF's blocks in denoisers only, and converts a file's floats to the dtype of the run. None, or ``"none"``, leaves a
-    text encoder out. By default the file holds that type and is loaded to the CPU. Words after the type change this:
-    ``"nf4 from bfloat16"`` is quantised on the card during loading, ``"nf4 on cuda"`` is loaded on the card, and
-    ``"int8 kept on cuda"`` stays there.
-    SD 1.5 has its ``"safety_checker"`` only if it is named. SDXL's VAE is stored in float16 and converted to float32
-    for its call unless this names its type.
+    GGUF's blocks in denoisers only, and converts a file's floats to the dtype of the run. The value None, or
+    ``"none"``, leaves a text encoder out. By default the file holds the named type and is loaded to the CPU. Words
+    after the type change the loading: ``"nf4 from bfloat16"`` is quantised on the card during loading, ``"nf4 on
+    cuda"`` is loaded on the card, and ``"int8 kept on cuda"`` stays on the card. SD 1.5 has its ``"safety_checker"``
+    only if you name it. SDXL's VAE is stored in float16 and converted to float32 for its call unless you name the VAE's
+    type.
 lora : int, str, dict, or a list of these, optional
     A LoRA after ``load_lora_weights``: its safetensors file (only its header counts), or a rank such as ``16``, for the
-    layers of the denoiser that diffusers' training scripts choose. A dict has ``"file"``, or
-    ``"rank"`` and ``"target_modules"``. ``"fused": True`` is a LoRA after ``fuse_lora`` as well, also ``"16 fused"``.
-    A LoRA that was fused and unloaded takes nothing. SD 1.5, SDXL and FLUX.1 are known.
+    layers of the denoiser that diffusers' training scripts choose. A dict has ``"file"``, or ``"rank"`` and
+    ``"target_modules"``. A LoRA after ``fuse_lora`` has ``"fused": True``, or is written ``"16 fused"``. A LoRA that
+    was fused and unloaded takes no memory. LoRAs of SD 1.5, SDXL and FLUX.1 are known.
 image : bool, or (int, int)
     Whether the VAE first encodes an image, as in image-to-image pipelines. A size means a hires fix: the same process
-    first makes an image of this (height, width), and begins with it.
+    first makes an image of this (height, width), and begins with this image.
 steps : int, optional
-    How often the denoiser runs in each call. Memory is that of two steps; FLOPs count all steps. Image-to-image does
-    fewer with a strength below 1: pass these.
+    How often the denoiser runs in each call. Memory is predicted for two steps; FLOPs count all steps. With a strength
+    below 1, image-to-image runs fewer steps: pass the number of those.
 frames : int, optional
     Frames of a video, 81 by default. diffusers makes 4 n + 1 frames: the prediction is for the rounded number, and the
-    answer says so. None for pipelines that make images.
+    answer names that number. Pipelines that make images take no frames.
 dtype of a pipeline : str, optional
     The type of the computation: float16 for SD 1.5 and SDXL, bfloat16 for Chroma, FLUX, FLUX.2, Qwen-Image, Wan and
     Z-Image. Wan's VAE stays in float32 unless `components` names its type.
 models of a sweep : names or VAE objects, or one of them
-    A name gets random weights for this sweep: memory and time do not depend on their values.
+    A named model gets random weights for this sweep: memory and time do not depend on the values of weights.
 ops of a sweep : str or sequence of str
     ``"encode"``, ``"decode"``.
 sizes of a sweep : int or sequence of int and (int, int)

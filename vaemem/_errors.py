@@ -1,4 +1,5 @@
-"""The errors that vaemem raises. Each is also a standard exception, so code that catches that one catches it too.
+"""The errors that vaemem raises. Each error is also a standard exception, so code that catches the standard exception
+catches the error too.
 
 Exception
 ├── ValueError
@@ -24,8 +25,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 
 class Named(NamedTuple):
-    """An argument that a message advises: ``pad='reflect'``, or ``pad=`` if the value is left open. typed: the value as
-    the command line takes it, if that is another text."""
+    """An argument that a message advises: ``pad='reflect'``, or ``pad=`` if the value is left open. typed: the value in
+    the words of the command line, if they differ."""
 
     name: str
     value: Any = None
@@ -106,7 +107,7 @@ class ArgumentTypeError(ArgumentError, TypeError):
 
 
 class ArgumentOverflowError(ArgumentError, OverflowError):
-    """An argument has a size that is too large to compute with: its bytes pass what 64 bits hold.
+    """An argument has a size that is too large to compute with: its number of bytes does not fit into 64 bits.
 
     Examples
     --------

@@ -1,20 +1,21 @@
 """Handmade weights, and a picture for them: an encode and a decode to look at, without any training.
 
-Trained weights cannot be shipped. These fill the whole layout of SDXL or another model and go through every pass that
-trained weights go through; most of the numbers are zero. They know eight flat colours, the corners of a box that three
-bits span, and a shade that lightens or darkens these.
+Trained weights cannot be shipped. Handmade weights fill the whole layout of SDXL or another model and go through every
+pass that trained weights go through; most of the numbers are zero. Handmade weights know eight flat colours, the
+corners of a box that three bits span, and a shade that lightens or darkens these colours.
 
     encode  a threshold (the first residual block) finds the bits of every pixel; the shade is the remainder. Latents
-            are means of these four over 8x8 pixels.
-    decode  the upsamplers interpolate the four smoothly; a threshold (the last SiLU) turns the bits into edges again.
+            are means of the three bits and the shade over 8x8 pixels.
+    decode  the upsamplers interpolate bits and shade smoothly; a threshold (the last SiLU) turns the bits into edges
+            again.
 
 So an edge comes back sharp in its old place, although latents are eight times coarser: the smooth field crosses the
 threshold there. Shapes narrower than about 12 pixels are lost, and other colours become the nearest of these.
 
 A signal f passes GroupNorm and SiLU unharmed as the pair f and -f, since silu(f) - silu(-f) = f. The pair shares a
-group with a constant and its negative: the group's mean is zero, and its variance is mostly the constant's. Mostly: the
-picture's statistics affect its contrast a little, as with trained weights, so tiles leave seams. A residual block whose
-second convolution is zero returns its input, and so does attention if its output is zero.
+group with a constant and its negative: the group's mean is zero, and its variance is mostly the constant's. The
+picture's statistics still affect the contrast a little, as with trained weights, so tiles leave seams. A residual block
+whose second convolution is zero returns its input, and so does attention if its output is zero.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""NumPy and ml_dtypes, imported when one of their names is first used. Predictions use none, and importing NumPy takes
-longer than most predictions."""
+"""NumPy and ml_dtypes, imported when one of their names is first used. Predictions use neither package, and importing
+NumPy takes longer than most predictions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The look of an answer: a sheet of blocks, for a terminal, as Markdown and as HTML; and its data as JSON.
 
-An answer makes its content once, as a `Sheet`. Each kind of block knows how it looks in each of the three forms.
+An answer makes its content once, as a `Sheet`. Each kind of block of a sheet can write itself in each of the three
+forms.
 """
 
 from __future__ import annotations
@@ -394,7 +395,7 @@ class Shown:
 
 
 class Typeset(Shown):
-    """An answer with equations, which notebooks show as Markdown. Its subclass writes them as LaTeX."""
+    """An answer with equations, which notebooks show as Markdown. A subclass writes the equations as LaTeX."""
 
     def latex(self) -> str:
         raise NotImplementedError

@@ -1,6 +1,6 @@
 """Python scripts as lists of steps, which `write_script` writes and a program can also run without any text in between.
 
-A text from outside, such as a file's name, is a value of a step. It is written as a literal, never into a comment or a
+A text from outside, such as a file's name, is a value of a step, and is written as a literal, never into a comment or a
 name.
 """
 
@@ -33,8 +33,8 @@ class Call(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A line of a script. value: a call or a literal. target: the variable or attribute that gets it, if any does.
-    note: a comment, in this package's own words; without a value it is a line of its own."""
+    """A line of a script. value: a call or a literal. target: the variable or attribute that gets the value, if any
+    does. note: a comment, in this package's own words, which is a line of its own if there is no value."""
 
     value: Any = None
     target: str = ""

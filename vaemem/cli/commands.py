@@ -48,8 +48,9 @@ COMMANDS: dict[str, tuple[Action, str, str]] = {}  # its function, the source of
 
 
 def command(function: str, flags: str) -> Callable[[Action], Action]:
-    """Make a command of a function run_COMMAND; run_sweep_measured is ``vaemem sweep measured``. It gets all flags, and
-    the given ones that are arguments of the function, ``"vaemem:predict"``. Its documentation is the command's."""
+    """Make a command of a function run_COMMAND; run_sweep_measured is ``vaemem sweep measured``. The command gets all
+    flags, and the given flags that are arguments of the function, ``"vaemem:predict"``. Its documentation is the
+    command's."""
 
     def add(run: Action) -> Action:
         COMMANDS[run.__name__.removeprefix("run_").replace("_", " ")] = run, function, flags
@@ -104,8 +105,8 @@ def _shown_progress(args: argparse.Namespace) -> contextlib.AbstractContextManag
 
 
 def _written(image: Any) -> dict[str, str]:
-    """The formats in which Pillow writes pictures in colour, by the ends of names. It also lists formats that it only
-    reads, or writes in black and white, so each is tried with one pixel."""
+    """The formats in which Pillow writes pictures in colour, by the ends of names. Pillow also lists formats that it
+    only reads, or writes in black and white, so each format is tried with one pixel."""
     known, pixel = image.registered_extensions(), image.new("RGB", (1, 1))
     formats = set()
     with warnings.catch_warnings():

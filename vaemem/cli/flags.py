@@ -106,8 +106,8 @@ def _measured(text: str) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Later:
-    """A setting that is made from the package's names when its flag is added: ``"tables.fit:KEY"``, or a text with a
-    ``{}`` for each name."""
+    """A setting of a flag that names of the package complete when the flag is added: ``"tables.fit:KEY"``, or a text
+    with a ``{}`` for each name."""
 
     names: str
     text: str = ""

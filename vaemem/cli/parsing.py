@@ -168,7 +168,7 @@ def _run(run: Action, known: Mapping[str, inspect.Parameter], args: argparse.Nam
 
 
 def _add(sub: _Parser, where: Any, flag: str, known: Mapping[str, inspect.Parameter], texts: Mapping[str, str]) -> None:
-    """Adds a flag to a command, with the description, the kind and the default of the argument that it is."""
+    """Adds a flag to a command, with the description, the kind and the default of the function's argument."""
     settings = {key: value() if isinstance(value, Later) else value for key, value in FLAGS.get(flag, {}).items()}
     name = settings.pop("dest", flag)
     argument = known.get(name)

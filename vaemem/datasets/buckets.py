@@ -20,7 +20,7 @@ MOST_SCALED = 1 << 27  # of a scaled image before its crop: 384 MiB
 
 
 class Placed(NamedTuple):
-    """How an image comes into its bucket. It is scaled from `size` to `scaled`, loses the left and top pixels of
+    """How an image comes into its bucket. The image is scaled from `size` to `scaled`, loses the left and top pixels of
     `crop`, and is cut or padded to the size of the bucket."""
 
     size: Sides

@@ -138,7 +138,8 @@ class Encoder(_Worker):
     Parameters
     ----------
     weights : path
-        As for `VAE.load`; every worker must see it. Also a URL of one file that fsspec opens, such as ``s3://...``.
+        As for `VAE.load`, at a path that every worker sees, or a URL of one file that fsspec opens, such as
+        ``s3://...``.
     model, config, dtype, precision, device
         As for `VAE.load`.
     memory_limit : int or str, optional
@@ -146,22 +147,22 @@ class Encoder(_Worker):
     scaled : bool
         Return latents as pipelines hold them, as in `VAE.encode`.
     threads : int, optional
-        Threads of a run. Give workers on one machine their share of its processors.
+        Threads of a run. If several workers run on one machine, divide its processors among them.
     sample : {"mean", "moments"} or int
-        What to return: the mean; mean and log-variance, raw; or a sample with this seed. An image's noise depends on
-        the seed and on its name.
+        What to return: the mean; mean and log-variance, raw; or a sample with this seed. The noise of an image's sample
+        depends on the seed and on the image's name.
     pad : {"reflect", "edge"}, optional
         Pad images to whole latents, as in `VAE.encode`.
     image, name : str
-        The columns of the images and of their names. A name must not depend on the batch, such as a path. Only samples
+        The columns of the images and of their names. A name, such as a path, must not depend on the batch. Only samples
         need names.
 
     Notes
     -----
     An image is a uint8 array (H, W, 3), floats (3, H, W) in [-1, 1], a Pillow image, a path, or the bytes of a file.
-    Sizes may differ. The result has the batch's other columns, and instead of the images ``latent`` and ``size``: the
-    latents (C, h, w) and the images' height and width before padding. Latents of several sizes become an array of
-    objects.
+    Sizes of images may differ. The result has the batch's other columns. Instead of the images it has ``latent`` and
+    ``size``: the latents (C, h, w) and the images' height and width before padding. Latents of several sizes become an
+    array of objects.
 
     Examples
     --------

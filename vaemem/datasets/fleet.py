@@ -1,4 +1,4 @@
-"""Encode a data set on a Ray cluster. Each task encodes a part of it into a folder that all nodes share.
+"""Encode a data set on a Ray cluster. Each task encodes a part of the data set into a folder that all nodes share.
 
 A worker that dies loses at most the shard that it was making. Ray runs its task again, and the task continues behind
 the last finished shard.

@@ -5,7 +5,7 @@
                                 and name the manifest
     errors.csv                  the images that could not be encoded
 
-Each file is written under another name, synced to disk and renamed. So a shard is there whole or not at all.
+Each file of latents is written under another name, synced to disk and renamed. So a shard exists whole or not at all.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class Folder:
                 f.write(latent.view(FLOATS[FILE_NAMES[latent.dtype.name]][0]).data)
 
     def read(self, path: Path, latents: bool = True) -> Shard:
-        """Read a shard, without latents from its header alone. ValueError for a damaged one, or of another manifest."""
+        """Read a shard, without latents from its header alone. Raise ValueError for a damaged shard, or a shard of
+        another manifest."""
         with reading("out", "a shard of latents", path), open(path, "rb") as f:
             tensors, about = safetensors_header(f)
             records, errors = json.loads(about["records"]), json.loads(about["errors"])

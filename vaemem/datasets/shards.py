@@ -1,8 +1,8 @@
 """Encode a data set into a folder, shard by shard. A kill at any moment loses at most one shard's work.
 
-The images of a shard are chosen before any is read: the next ones in the order of the sources. An image that cannot be
-read counts too. So a shard's bytes depend only on its images and the settings, and a resumed run makes the same files
-as a run that was never killed.
+The images of a shard are chosen before any image is read: the next images in the order of the sources. An image that
+cannot be read counts too. So a shard's bytes depend only on its images and the settings, and a resumed run makes the
+same files as a run that was never killed.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ def _manifest(items: Sequence[SourceImage], encoder: Encoder, preparation: Prepa
 
 
 def read_ahead(items: Iterable[SourceImage], prepare: Callable[[Read], Ready]) -> Iterator[Ready | str]:
-    """Yield each image, or why it cannot be read, in order. Threads read the next ones meanwhile. OSError if the system
+    """Yield each image, or why it cannot be read, in order. Threads read the next images meanwhile. OSError if the
+    system
     fails: the image may be good."""
 
     def attempt(read: Read) -> Ready | str:

@@ -37,8 +37,9 @@ Read = Callable[[], tuple[bytes, str | None]]  # an image's bytes and caption
 
 @dataclass(frozen=True)
 class SourceImage:
-    """An image that is not read yet. Its name is the same wherever its source lies; `size` is its file's. `open`
-    returns the function that reads it. Images that are open at the same time share their group of Parquet's rows."""
+    """An image that is not read yet. The image's name does not depend on the place of its source. `size` is the size of
+    the file. `open` returns the function that reads it. Images that are open at the same time share their group of
+    Parquet's rows."""
 
     name: str
     size: int
@@ -211,7 +212,7 @@ def _members(path: str) -> list[tarfile.TarInfo]:
 
 
 class _Rows:
-    """A group of rows of a Parquet file. The first row that is taken loads the columns of all."""
+    """A group of rows of a Parquet file. The first row that is taken loads the columns of the whole group."""
 
     def __init__(self, load: Callable[[], list[Any]]) -> None:
         self._load, self._lock, self._columns = load, threading.Lock(), list[Any]()

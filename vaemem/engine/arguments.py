@@ -22,7 +22,7 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"  # for tqdm, if 
 
 
 class Cancelled(Exception):
-    """A run that its `cancel` event ended. Its memory is free again, and the VAE stays usable."""
+    """A run that its `cancel` event ended. The run's memory is free again, and the VAE stays usable."""
 
 
 def default_threads() -> int:

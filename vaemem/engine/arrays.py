@@ -211,7 +211,8 @@ class DeviceArrays(_Arrays):
         self._out = out, target
 
     def _open_output(self) -> tuple[Any, Any]:
-        """Return the array to write to, and the same borrowed: the caller's or a new one of its library; else Nones."""
+        """Return the array to write to, and the same array borrowed: the caller's array or a new one of its library;
+        otherwise None and None."""
         if self._out[0] is None and (made := self._device.empty_like(self._like, self.shape, self.dtype)) is not None:
             self._write_to(made)
         return self._out
@@ -254,7 +255,7 @@ class DeviceArrays(_Arrays):
 
 
 class DeviceTile:
-    """A part of a `DeviceArrays` input. Its result is float32 in the scratch memory of these arrays."""
+    """A part of a `DeviceArrays` input. A tile's result is float32 in the scratch memory of these arrays."""
 
     waits = True
 

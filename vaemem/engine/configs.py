@@ -227,7 +227,7 @@ def is_of_videos(config: Config) -> bool:
 
 def sample_size_of(config: Config | None, model: str) -> int | None:
     """Return the side in pixels of diffusers' tiles: the config's, otherwise its class's default. Without a config, or
-    for an `Arch`, it is the model's. None if it is unknown or no size."""
+    for an `Arch`, the size is the known model's. None if the size is unknown or no size."""
     if config is None:
         return SAMPLE_SIZES.get(model)
     contents = _read_file(config)[0]

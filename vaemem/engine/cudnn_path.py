@@ -10,8 +10,8 @@ from vaemem._errors import NoFileError
 def find_cudnn() -> str | None:
     """Return the path of an installed libcudnn.so.9, or None to leave it to the loader.
 
-    ``VAEMEM_CUDNN`` (the file, or its folder) comes first; FileNotFoundError if it does not exist. Otherwise it is the
-    file in the ``nvidia-cudnn-cu12`` or ``-cu13`` wheel.
+    ``VAEMEM_CUDNN`` (the file, or its folder) comes first; FileNotFoundError if it does not exist. Otherwise the
+    library is the file in the ``nvidia-cudnn-cu12`` or ``-cu13`` wheel.
     """
     named = os.environ.get("VAEMEM_CUDNN")
     if named:

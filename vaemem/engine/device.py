@@ -104,7 +104,7 @@ def backends(dtype: Dtype = "float32", precision: Precision = "highest") -> list
     Parameters
     ----------
     dtype, precision : str
-        As in `VAE.load`. They decide which kernels are best.
+        As in `VAE.load`. Type and precision decide which kernels are best.
 
     Returns
     -------
@@ -158,7 +158,7 @@ class DeviceArray:
         return CUDA, self._device.number
 
     def __dlpack__(self, *, stream: int | None = None, max_version: Any = None, **other: Any) -> Any:
-        """Return a capsule. Its contents are ready for work that is enqueued on `stream` from now on."""
+        """Return a capsule. The array's contents are ready for work that is enqueued on `stream` from now on."""
         if other.get("dl_device") not in (None, self.__dlpack_device__()) or other.get("copy"):
             raise BufferError("DLPack: expected the array where it is and as it is, got a request for a copy")
         if stream != -1:
@@ -221,13 +221,14 @@ class Device:
     def room(self) -> int:
         """Return the bytes that a run may allocate on top of this VAE's memory.
 
-        That is free memory, less a reserve: an eighth, at most 1 GiB, or more if graphs still to be captured need it.
+        The room is the free memory, less a reserve: an eighth, at most 1 GiB, or more if graphs still to be captured
+        need it.
         """
         free = self.backend.memory()[0]
         return max(free - max(min(free // 8, 1 << 30), self.backend.to_come), 0)
 
     def in_torch(self) -> str:
-        """Return a sentence on the memory that PyTorch's cache could give back; empty if that is none."""
+        """Return a sentence on the memory that PyTorch's cache could give back; empty if the cache holds none."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return ""
@@ -299,7 +300,8 @@ def _check_numbers(dtype: Any, precision: Any) -> tuple[DtypeName, Precision]:
 def open_device(
     device: Any, dtype: Any, precision: Any, autotune: bool, convolution: str
 ) -> tuple[Device | None, dict[str, Any]]:
-    """Open the GPU that `device` names, or None for the CPU. Return it and the core's arguments for a model there.
+    """Open the GPU that `device` names, or None for the CPU. Return the device and the core's arguments for a model
+    there.
 
     Arguments are as in `VAE.load`. Warn the caller's caller if VAEMEM_DISABLE has changed since the import.
     """

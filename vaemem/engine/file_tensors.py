@@ -43,7 +43,7 @@ PIECE = 1 << 16  # numbers to dequantise at once: little memory compared with a 
 
 
 class FileTensor(NamedTuple):
-    """A tensor that lies whole in its file. Its size there follows from its type and shape."""
+    """A tensor that lies whole in its file. The tensor's size in the file follows from its type and shape."""
 
     name: str
     shape: Shape  # in PyTorch's order
@@ -146,7 +146,7 @@ _PAGE = (b"<!doctype html", b"<html", b"<?xml")
 
 
 def mistaken_for_weights(first: bytes) -> str:
-    """Return what a file is if it cannot hold weights, and what to do; otherwise "". first: its first 64 bytes."""
+    """Describe a file that cannot hold weights, and say what to do; otherwise return "". first: its first 64 bytes."""
     if first.startswith(_POINTER):
         return "a git-lfs pointer, which stands for the weights: fetch them with 'git lfs pull'"
     if first.lstrip().lower().startswith(_PAGE):

@@ -141,7 +141,7 @@ def image_size(array: Any) -> tuple[int, int]:
 
 def crop(size: Any, request: Mapping[str, Any]) -> tuple[tuple[Any, ...], Notes]:
     """Return the index that takes the top left `size`, (height, width), out of a decode's images, and a note. Both are
-    empty if nothing is cut off. request: arguments of the core's plan. TypeError or ValueError for a bad size."""
+    empty if nothing is cut off. request: arguments of the core's plan. Raise TypeError or ValueError for a bad size."""
     if size is None:
         return (), ()
     if not isinstance(size, (list, tuple)) or len(size) != 2:

@@ -1,4 +1,4 @@
-"""Convert latents between the VAE, which uses raw ones, and pipelines, which scale them. Read files of latents.
+"""Convert latents between the VAE, which uses raw latents, and pipelines, which scale latents. Read files of latents.
 
 Sources: diffusers' pipelines of Stable Diffusion XL (latents_mean, latents_std) and of FLUX.2 (``_patchify_latents``,
 ``_encode_vae_image`` and the end of ``__call__`` in ``pipeline_flux2.py``).

@@ -71,7 +71,8 @@ def _read_text(path: Path) -> str:
 
 
 def _read_number(path: Path, name: str = "") -> int | None:
-    """Return a number from lines of "name number", or the single number of a file. None if it is missing or "max"."""
+    """Return a number from lines of "name number", or the single number of a file. None if the number is missing or
+    "max"."""
     found = re.search(rf"^{name}:?\s*(\d+)", _read_text(path), re.MULTILINE)
     return int(found[1]) if found else None
 
@@ -160,7 +161,7 @@ class Plans:
         return record
 
     def smaller(self, record: Any) -> Any:
-        """Return the next smaller plan, or None."""
+        """Return the next smaller plan, or None if there is no smaller plan."""
         return self.find(needed_bytes(record) - 1)[0]
 
     def smallest(self) -> tuple[int, Any]:

@@ -157,15 +157,16 @@ class Model:
             * A module with such a ``state_dict()``. Its ``config``, if it has one, is the architecture.
 
             Tensors may be nested under ``ema``, ``state_dict``, ``model`` or ``vae``, in files too; averages (``ema``)
-            come first. Tensors are copied. Weights that `save` wrote to a directory contain their config. That one
-            decides; a warning says how ``config.json`` differs.
+            come first. Tensors are copied. Weights that `save` wrote to a directory contain their config. If
+            ``config.json`` differs from that config, the weights' config decides, and a warning says how the two
+            differ.
         model : str, optional
-            A known model, as listed for the attribute `model`. It overrides the file and must fit its tensors. It is
-            needed only for ``scaled=True`` with a file that holds a VAE alone: SD1.5, SDXL and Playground have the same
-            tensors, and so have FLUX and SD3. A whole checkpoint tells which model it is.
+            A known model, as listed for the attribute `model`. A named model overrides the file and must fit the file's
+            tensors. The name is needed only for ``scaled=True`` with a file that holds a VAE alone: SD1.5, SDXL and
+            Playground have the same tensors, and so have FLUX and SD3. A whole checkpoint tells its model.
         config : path or mapping, optional
             The ``config.json`` of an AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan,
-            AutoencoderKLLTX2Video or AutoencoderTiny, for any other architecture. It overrides the file too.
+            AutoencoderKLLTX2Video or AutoencoderTiny, for any other architecture. A config overrides the file too.
         parts : {"all", "encoder", "decoder"}
             Which half to read. The file may lack the other half; its tensors are ignored.
         device : str
@@ -185,8 +186,8 @@ class Model:
         convolution : {"auto", "cudnn", "own"}
             On a GPU: which convolution runs. Our own (float16 and bfloat16) computes a pass in one kernel, without
             stripes and with less memory; cuDNN still computes passes that fit none of our tiles. "auto" means our own
-            on GPUs of compute capability 9.0 (H100, H200), because it measured faster there. It means cuDNN on others,
-            in float32 and with autotune.
+            on GPUs of compute capability 9.0 (H100, H200), because it measured faster there. "auto" means cuDNN on
+            other GPUs, in float32 and with autotune.
         videos : bool, optional
             Run videos too: keep the filters of all frames (three times the weights of images alone), for the VAEs of
             Wan. None: for a config of the class AutoencoderKLWan. Tensors alone do not tell Wan 2.1's from
@@ -243,7 +244,7 @@ class Model:
         """Make a VAE with random weights of the real shapes: PyTorch's default initialisation, random norm affines.
 
         The same seed, 0 or more, gives the same tensors for all parts. ``config=`` replaces the model's architecture.
-        Other arguments and errors are `load`'s.
+        The other arguments and errors are those of `load`.
 
         Examples
         --------

@@ -2,7 +2,7 @@
 
 The core uses diffusers' names (``decoder.layers.2.conv.0.weight``). TAESD's authors number the modules of a half in the
 same way, except for the decoder: there the bound on the latents is number 0. ComfyUI puts ``taesd_`` before
-such names. Each of the authors' files holds one half, without its name.
+such names. Each of the authors' files holds one half of the autoencoder, without the half's name.
 
 Sources: ``taesd.py`` of madebyollin/taesd, and ``comfy/taesd/taesd.py`` and ``nodes.py`` of ComfyUI.
 """

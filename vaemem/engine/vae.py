@@ -25,7 +25,7 @@ from vaemem.engine.tiling import Tiling, advise_tiles, cut, tiles_of_video
 class VAE(Model):
     """An AutoencoderKL, or FLUX.2's, with its weights, run by our own kernels. Make one with `load` or `random`.
 
-    The system gets its memory back when its last reference dies, with `close`, or at the end of a ``with``:
+    The VAE's memory goes back to the system when the last reference dies, with `close`, or at the end of a ``with``:
 
     >>> with VAE.random("sdxl", parts="decoder") as sdxl:
     ...     sdxl.decode(np.zeros((1, 4, 8, 8))).shape
@@ -34,7 +34,7 @@ class VAE(Model):
     <VAE sdxl: closed>
 
     Two threads that call one VAE wait for each other; two VAEs run in parallel. `estimate` never waits. A progress
-    callback or signal handler may call `estimate` and `save` of the VAE that it interrupts. Any other call is a
+    callback or signal handler may call `estimate` and `save` of the VAE that it interrupts. Any other call raises
     RuntimeError, also in the child of a fork during another thread's run.
 
     ``copy.deepcopy`` and pickle copy a VAE on the CPU whole: its weights and its settings.
@@ -47,13 +47,13 @@ class VAE(Model):
     arch : dict
         The architecture, with diffusers' names.
     device, dtype, precision : str
-        Where it runs, the type of its numbers, and how it computes products, as in `load`.
+        Where the VAE runs, the type of its numbers, and how it computes products, as in `load`.
     rounded : tuple of str
         Names of the weights that `dtype` cannot represent exactly, by diffusers' names. If there are none, the weights
-        are exactly the file's. For a VAE on the CPU.
+        are exactly the file's. Known for a VAE on the CPU.
     threads : int
-        For runs on the CPU; VAEMEM_THREADS, or by default the processors that this process may use. The result does not
-        depend on it.
+        Threads of runs on the CPU: VAEMEM_THREADS, or by default the processors that this process may use. The result
+        does not depend on the number.
     memory_limit : int, str or None
         Limit for runs if the call sets none: bytes, ``"512 MiB"``, ``"2 GB"`` or ``"auto"``. None means no limit: the
         least memory that costs no extra work. See `decode`.
@@ -305,8 +305,8 @@ class VAE(Model):
         self, op: Op, height: int, width: int, batch: int = 1, output_type: OutputType = "float", staged: bool = True,
         frames: int = 1,
     ) -> tuple[Run, ...]:  # fmt: skip
-        """Estimate every plan worth choosing, from the fastest to the smallest. Each needs less memory and more work
-        than the one before. Arguments are `estimate`'s. `vaemem.tradeoff` returns them as a table."""
+        """Estimate every plan worth choosing, from the fastest to the smallest. Each plan needs less memory and more
+        work than the one before. Arguments are `estimate`'s. `vaemem.tradeoff` returns them as a table."""
         request = self._request(op, height, width, batch, output_type, staged, frames)
         return tuple(make_run(request, record) for record in Plans(self._core, request).curve())
 
@@ -369,7 +369,7 @@ class VAE(Model):
 
         A batch runs image by image, and no larger batch needs less memory. On a CPU, or with arrays in a GPU's memory,
         each image adds its result to `smallest`, and nothing more. With arrays in host memory, a GPU holds two images'
-        arrays at most, so all batches of two or more need the same.
+        arrays at most, so all batches of two or more need the same memory.
 
         Raises
         ------

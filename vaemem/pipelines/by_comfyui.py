@@ -49,10 +49,11 @@ class ComfyUIPrediction(PlayedAnswer):
     Attributes
     ----------
     title, phases, peak, bottleneck, fits, verdict, summary, spare, on_card, out_of_memory_at, available, band, upper
-        As in `PipelinePrediction`. The run is always on this card, because the manager's decisions depend on it.
+        As in `PipelinePrediction`. The run is always on this card, because the manager's decisions depend on the card.
     least : int
-        The least `available` with which the workflow goes through. With less the managers decide otherwise, and that is
-        played: with the dynamic one node by node, in steps of 16 MiB; with the classic one in pages of 2 MiB.
+        The least `available` with which the workflow goes through. On smaller cards the managers decide otherwise, so
+        the search plays their decisions: those of the dynamic manager node by node, in steps of 16 MiB; those of the
+        classic manager in pages of 2 MiB.
     placed : dict of str to dict
         For each phase the models that the manager keeps on the card: {role: (bytes on the card, bytes of all)}.
     left : dict of str to list of str

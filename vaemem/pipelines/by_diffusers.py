@@ -74,16 +74,16 @@ class PipelinePrediction(PlayedAnswer):
     phases : tuple of Phase
         In order: load (if something is loaded first), encode prompt, encode image (if there is one), denoise, decode.
     peak : int
-        The most memory of the card that the process holds at once: PyTorch's reserved memory plus vaemem's. It assumes
-        a card large enough for PyTorch to reserve freely.
+        The most memory of the card that the process holds at once: PyTorch's reserved memory plus vaemem's. The peak
+        assumes a card large enough for PyTorch to reserve freely.
     bottleneck : str
         The phase with this peak.
     fits : bool
         Whether the verdict is "fits" or "tight"; with ``safe=True`` whether it is "fits".
     verdict : str
-        ``"fits"``, even by `upper`; ``"tight"``; or ``"does not fit"``. A tight run goes through, but not by `upper`;
-        or it depends on PyTorch's release of cached memory, on unknown next plans of a cuDNN before 9.8, or on
-        vaemem's decoder on a card other than an H100 or H200, where it never ran.
+        ``"fits"``, if even `upper` fits; ``"tight"``; or ``"does not fit"``. A tight run goes through, but `upper` does
+        not fit; or the run depends on PyTorch's release of cached memory, on unknown next plans of a cuDNN before 9.8,
+        or on vaemem's decoder on a card other than an H100 or H200, where the decoder never ran.
     summary : str
         The verdict with its figures and its reason, in one sentence.
     spare : int
@@ -96,7 +96,8 @@ class PipelinePrediction(PlayedAnswer):
         The card's memory without a CUDA context and without the memory that others use.
     least, least_band : int, tuple of int
         The least `available` with which the run goes through, in pages of 2 MiB, if cuDNN's next plans need no
-        workspace. If the next plans are unknown, the band ends at the least with the first plan's workspaces.
+        workspace. If the next plans are unknown, the band ends at the least `available` with the first plan's
+        workspaces.
     band : tuple of int
         Least and most of `peak`, as `Prediction.band` has them for `reserved`.
     upper : int

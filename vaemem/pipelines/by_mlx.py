@@ -1,13 +1,13 @@
 """Predict the memory of mflux, which runs diffusers' models with MLX on Apple Silicon.
 
 MLX evaluates a decode's whole graph at once. The CPU encodes operations into command buffers, and allocates outputs and
-work space as it encodes. The GPU follows, and memory is free again when its last command buffer is done. MLX stops
-encoding while ten command buffers are unfinished, or while more than its memory limit is in use. In a large decode each
-operation fills a command buffer, so the memory of eleven operations lives at once (`_MetalQueue`). All this was read in
-MLX at 846d176, of August 2026: mlx/transforms.cpp and eval.cpp, device.cpp, conv.cpp and allocator.cpp of its Metal
-backend. Convolutions from 512x512 up are the same at 029bf18, of 2024.
+work space as it encodes. The GPU runs the command buffers, and memory is free again when the last command buffer that
+holds it is done. MLX stops encoding while ten command buffers are unfinished, or while more than its memory limit is in
+use. In a large decode each operation fills a command buffer, so the memory of eleven operations lives at once
+(`_MetalQueue`). These rules were read in MLX at 846d176, of August 2026: mlx/transforms.cpp and eval.cpp, device.cpp,
+conv.cpp and allocator.cpp of its Metal backend. Convolutions from 512x512 up are the same at 029bf18, of 2024.
 
-mflux's decoders of FLUX.1 and FLUX.2 normalise in float32. Its published peaks of FLUX.2 klein agree within 2%
+mflux's decoders of FLUX.1 and FLUX.2 normalise in float32. Published peaks of FLUX.2 klein in mflux agree within 2%
 (tests/test_mlx.py). Other VAEs are assumed to run the same operations. The activations of denoisers and text encoders
 are unknown, and so are all times.
 """
@@ -113,7 +113,8 @@ def convs(model: str, height: int, width: int) -> Iterator[MetalConv]:
 
 @dataclass(eq=False)
 class _Buffer:
-    """A buffer: its numbers and bytes, its holders (arrays and command buffers), and whether it is work space."""
+    """A buffer of MLX: its numbers and bytes, its holders (arrays and command buffers), and whether it is work
+    space."""
 
     numbers: int
     size: int
@@ -219,8 +220,8 @@ def decode(
         The type of latents and weights. If one of them is float32, MLX promotes its computation to float32.
     lowering : {"mlx", "im2col"}
     in_flight : int
-        Unfinished command buffers. MLX has at most ten. With 0 the peak is the least: each operation is done before the
-        next one begins. A low `mx.set_memory_limit` has that effect.
+        Unfinished command buffers. MLX has at most ten. With 0 each operation is done before the next one begins, so
+        the peak is the least. A low `mx.set_memory_limit` has that effect.
 
     Returns
     -------

@@ -33,7 +33,7 @@ class GraphPrediction(PhasedAnswer):
     way : Way
         The settings of the run, under their name in `vaemem.plan_pipeline`.
     direct : Way
-        The same with direct convolution in the VAE if no argument chooses the convolution; otherwise `way` itself.
+        The same way with direct convolution in the VAE if no argument chooses the convolution; otherwise `way` itself.
         `phases` are for `way`, by im2col. A card is tight if it has room for direct convolution only.
 
     Examples

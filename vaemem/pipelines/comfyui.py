@@ -1,14 +1,14 @@
 """ComfyUI's classic memory management: which models leave the card, and how much of a model is loaded.
 
-ComfyUI uses it with ``--disable-dynamic-vram`` and ``--novram``. Read in ComfyUI 0.33.0: comfy/model_management.py,
-model_patcher.py, sampler_helpers.py, model_base.py and sd.py, on an NVIDIA card. tests/comfyui_decisions_0.33.0.txt has
-that code's decisions on 200 random cards, and a test compares these rules with them. Patches (LoRA), hooks, and
-requests for several models at once are not here.
+ComfyUI uses this manager with ``--disable-dynamic-vram`` and ``--novram``. The rules were read in ComfyUI 0.33.0:
+comfy/model_management.py, model_patcher.py, sampler_helpers.py, model_base.py and sd.py, on an NVIDIA card.
+tests/comfyui_decisions_0.33.0.txt has ComfyUI's decisions on 200 random cards, and a test compares these rules with the
+decisions. Patches (LoRA), hooks, and requests for several models at once are not modelled.
 
-Before a node runs a model, it loads the model with an estimate of the memory that its call needs. The manager frees
-that much and the model's weights, plus a tenth of them. Then it loads as many layers as the rest of the card takes, the
-largest first. A layer that has no room is sent for each of its calls, on two streams in turn. The manager keeps room
-for the largest layer and the next two.
+Before a node runs a model, the node loads the model with an estimate of the memory that its call needs. The manager
+frees the estimated memory and room for the model's weights, plus a tenth of the weights. Then the manager loads as many
+layers as the rest of the card takes, the largest first. A layer that has no room is sent for each of its calls, on two
+streams in turn. The manager keeps room for the largest layer and the next two.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NORMAL, NO_VRAM = "normal", "novram"  # as --lowvram, too, the manager does the 
 class Layer(NamedTuple):
     """A module without submodules, or with submodules that have no weights.
 
-    casts: whether its weights can be sent for each of its calls; otherwise its own code moves them
-    copied: bytes of its weights in the dtype of the call, if they are converted for it
+    casts: whether the layer's weights can be sent for each of its calls; otherwise the layer's own code moves them
+    copied: bytes of the layer's weights in the dtype of the call, if they are converted for the call
     """
 
     bytes: int
@@ -41,7 +41,7 @@ class Layer(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """By which layers are sorted: the largest first; of equals the last by name."""
+        """Key by which layers are sorted: the largest first; of equally large layers the last by name."""
         return self.bytes + self.copied, self.bytes, self.name
 
 
@@ -54,13 +54,14 @@ class ManagedModel:
     layers : list of Layer
         In the order in which they are loaded.
     nbytes : int
-        Bytes of all its weights. Some may be in no layer; they come with the whole model only.
+        Bytes of all weights of the model. Some weights may be in no layer; they come with the whole model only.
     loaded : int
         Bytes that the manager counts as on the card.
     is_partial : bool
         Whether the last load left a layer out.
     there : set of str
-        Layers on the card. Their bytes may differ from `loaded`: a layer stays if a later load does not choose it.
+        Layers on the card. The bytes of these layers may differ from `loaded`: a layer stays if a later load does not
+        choose it.
     """
 
     def __init__(self, name: str, layers: Iterable[Layer], rest: int = 0, references: int = 0):
@@ -114,7 +115,7 @@ class ManagedModel:
 
     def _unload_some(self, wanted: float) -> int:
         """Unload the smallest layers until `wanted` bytes are free, and room for the layers that are then sent. Return
-        the bytes of the layers (partially_unload)."""
+        the bytes of the unloaded layers (partially_unload)."""
         freed, before = 0, self._buffer
         share = min(before / (STREAMS + 1), self.layers[-1].bytes if self.layers else 0)
         later = [share] * STREAMS
@@ -146,7 +147,7 @@ class Manager:
 
     @property
     def least_free(self) -> float:
-        """Bytes that it keeps free for any call."""
+        """Bytes that the manager keeps free for any call."""
         return INFERENCE + self._reserved
 
     def load(

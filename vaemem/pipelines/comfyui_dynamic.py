@@ -1,14 +1,16 @@
-"""ComfyUI's dynamic memory management (comfy-aimdo): weights come to the card page by page, when they are called.
+"""ComfyUI's dynamic memory management (comfy-aimdo): weights come to the card page by page, when their layers are
+called.
 
-Read in ComfyUI 0.33.0 (comfy/model_patcher.py, ops.py, model_prefetch.py, model_management.py) and comfy-aimdo 0.4.13,
-on Linux with an NVIDIA card. tests/comfyui_decisions_dynamic_0.33.0.txt has what that code and that library decide on
-200 random cards and in 18 workflows, and a test compares these rules with it. Patches (LoRA), files with other types
-than the model's, and other programs that take or give back memory meanwhile are not here.
+The rules were read in ComfyUI 0.33.0 (comfy/model_patcher.py, ops.py, model_prefetch.py, model_management.py) and
+comfy-aimdo 0.4.13, on Linux with an NVIDIA card. tests/comfyui_decisions_dynamic_0.33.0.txt has the decisions of
+ComfyUI and comfy-aimdo on 200 random cards and in 18 workflows, and a test compares these rules with the decisions.
+Patches (LoRA), files with other types than the model's, and other programs that take or give back memory meanwhile are
+not modelled.
 
-Each layer has a fixed place in its model's address space. A call of a layer backs its pages of 32 MiB with memory, and
-the pages stay. For room, pages leave from the end of the space, those of the least recent model first. The space stays
-cut there until a node loads the model again. A layer beyond the cut goes through a buffer at each call: two streams
-take turns, and each has a buffer.
+Each layer has a fixed place in its model's address space. A call of a layer backs the layer's pages of 32 MiB with
+memory, and the pages stay. If memory is short, pages leave from the end of an address space, those of the least recent
+model first. The address space stays cut there until a node loads the model again. A layer beyond the cut is sent
+through a buffer at each call: two streams take turns, and each stream has a buffer.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ _Node = tuple[str, int, Sequence[_Call]]  # a model, its steps, the calls of one
 
 
 class _Staged(NamedTuple):
-    """A model's weights as ComfyUI stages them.
+    """A model's weights, as ComfyUI places them in the address space.
 
-    places: (first byte, bytes) of each layer in the address space, in that order
-    called: names of these layers in the order of the model's modules
+    places: (first byte, bytes) of each layer in the address space, in the order of the space
+    called: names of the placed layers in the order of the model's modules
     forced: bytes of the other weights, which are PyTorch's tensors on the card
     nbytes: of all weights
     """
@@ -49,12 +51,12 @@ class _Staged(NamedTuple):
 
 
 class _Paged(NamedTuple):
-    """What a node has on the card at its end.
+    """The memory that a node has on the card when the node ends.
 
     pages: pages of each model, the least recent model first
-    first, last: bytes of the layers that its first and its last step sent, each tensor rounded up to 1 KiB
+    first, last: bytes of the layers that the node's first and last step sent, each tensor rounded up to 1 KiB
     buffers: bytes of the streams' buffers
-    failure: what had no room ("PyTorch" or a "buffer") and in which step, or nothing
+    failure: the part that had no room ("PyTorch" or a "buffer"), and the step; or nothing
     """
 
     pages: dict[str, int]
@@ -160,7 +162,8 @@ class _Card:
         self.drop(self.used + size - self.most)
 
     def hold(self, held: int) -> None:
-        """Let PyTorch hold that many bytes (aimdo_cuda_malloc). Its own allocator gives none back before the end."""
+        """Let PyTorch hold that many bytes (aimdo_cuda_malloc). PyTorch's own allocator gives no memory back before the
+        end."""
         more, margin = held - self.held, NATIVE_HEADROOM * self.native
         if more > 0:
             self.relieve(more + margin)
@@ -240,7 +243,7 @@ class _Card:
         return sent
 
     def unpin(self, own: _Space) -> None:
-        """End the layers' run. Their pages beyond the cut leave (vbar_unpin)."""
+        """End the layers' run. The layers' pages beyond the cut leave (vbar_unpin)."""
         own.there -= {page for pages in own.pinned for page in pages if page >= own.cut}
         own.pinned.clear()
 

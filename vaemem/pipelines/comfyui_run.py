@@ -1,8 +1,8 @@
 """Play a workflow of ComfyUI: which weights are on the card, and the memory of each phase.
 
 A workflow makes a picture or a video from text: loaders, CLIPTextEncode for the prompts, KSampler with Euler's steps,
-VAEDecode. Its recording (data/workflows) has what ComfyUI's own code does. Models are those of a start: in the host's
-memory. Latents between the nodes are in the host's memory.
+VAEDecode. A workflow's recording (data/workflows) has the steps of ComfyUI's own code. At the start all models are in
+the host's memory. Latents between the nodes are in the host's memory.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _Sent(NamedTuple):
     there: {role: (bytes of its weights on the card, bytes of all)}
     left: roles of the models that left, or left in part
     outside: pages and buffers of the dynamic manager, which are not PyTorch's
-    needed: pages and buffers that it cannot do without
+    needed: pages and buffers that the dynamic manager cannot do without
     first, more: weights that the first step sends, and each further one
     """
 
@@ -171,7 +171,7 @@ def _dots(owner: str) -> Iterator[int]:
 
 
 class ComfyUIRun(PipelineRun):
-    """A workflow, with the manager's decisions for a card of `available` bytes. It ends where memory runs out."""
+    """A workflow, with the manager's decisions for a card of `available` bytes. The run ends if memory runs out."""
 
     request: WorkflowRequest
 
@@ -320,7 +320,8 @@ class ComfyUIRun(PipelineRun):
 
 
 class _Dynamic:
-    """Weights by the dynamic manager: its pages are not PyTorch's. A model's small weights are."""
+    """Weights under the dynamic manager. The manager's pages are not PyTorch's memory, but a model's small weights
+    are."""
 
     def __init__(self, run: ComfyUIRun):
         self.run = run
@@ -399,7 +400,7 @@ class _Dynamic:
 
 
 class _Classic:
-    """Weights by the classic manager: layers are on the card, or sent for each call, by its estimates."""
+    """Weights under the classic manager: by the manager's estimates, layers are on the card, or sent for each call."""
 
     def __init__(self, run: ComfyUIRun):
         request = run.request
@@ -502,8 +503,8 @@ def stage_part(part: Part) -> Any:
 
 
 class _Plays(Plays):
-    """Bounds of a workflow. On a smaller card the classic manager decides otherwise, so `least` plays it again. The
-    dynamic one needs what `phases` say."""
+    """Bounds of a workflow. On a smaller card the classic manager decides otherwise, so `least` plays the workflow
+    again. The dynamic manager needs the bytes that `phases` name."""
 
     request: WorkflowRequest
 

@@ -44,8 +44,8 @@ class Pipeline(NamedTuple):
     longest: tokens of the longest prompt that its call accepts (max_sequence_length); 0: it accepts any
     steps: by default
     guides: whether guidance takes each image through the denoiser twice
-    apart: whether it does so in two calls of the denoiser, instead of one call of twice as many images
-    unguided: whether its call has no guidance by default, because it guides only with a negative prompt
+    apart: whether guidance needs two calls of the denoiser, instead of one call with twice as many images
+    unguided: whether the pipeline's call has no guidance by default, because it guides only with a negative prompt
     optional: further components, which run if they are named; they stay on the device whatever is offloaded
     begins: whether it has a sibling in diffusers that begins with an image's latents
     floors: whether it rounds sides down to multiples of `stride`; others refuse such sides
@@ -135,7 +135,7 @@ class Pipeline(NamedTuple):
 
     @property
     def is_modular(self) -> bool:
-        """Whether it is a modular pipeline, which has no methods to offload it."""
+        """Whether the pipeline is modular, and so has no methods for offloading."""
         return self.class_name.endswith("ModularPipeline")
 
     @property
@@ -161,7 +161,7 @@ class Pipeline(NamedTuple):
 
     @property
     def upcasts(self) -> bool:
-        """Whether it converts a VAE like SDXL's from float16 to float32 for its calls."""
+        """Whether the pipeline converts a VAE like SDXL's from float16 to float32 for the VAE's calls."""
         return self.converts or (self.class_name.startswith("StableDiffusionXL") and self.parts["vae"] == "sdxl")
 
     def most_images(self, guidance: bool) -> int:

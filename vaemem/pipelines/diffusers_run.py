@@ -70,7 +70,7 @@ class PipelineRun:
 
     def _load_components(self) -> None:
         """Play ``from_pretrained``, then ``to("cuda")`` or an offload. If everything starts on the CPU and is
-        offloaded, there is no such phase: components move to the device when they are called."""
+        offloaded, there is no phase load: components move to the device when they are called."""
         stay = [role for role in self.parts if role not in self.moved]
         early = [role for role, part in self.parts.items() if part.place != PLACES[0]]  # by from_pretrained
         # If pipe.to moves everything, a component that is cast on the card comes with the others.
@@ -92,8 +92,8 @@ class PipelineRun:
             self._end_phase()
 
     def load(self, role: str, quantises: bool = False) -> None:
-        """Play ``component.to("cuda")``; or ``from_pretrained`` with bitsandbytes. It sends each matrix in half
-        precision, and quantises it on the device."""
+        """Play ``component.to("cuda")``; or ``from_pretrained`` with bitsandbytes. Such a load sends each matrix in
+        half precision, and quantises it on the device."""
         part, process, name = self.parts[role], self.process, f"weights of {role}"
         self._loaded[role] = []
         if role in self.request.on_cpu or (role == "vae" and self.request.vae == "vaemem"):
@@ -218,7 +218,8 @@ class PipelineRun:
     # ---- the VAE ----
 
     def convert(self, role: str, dtype: str) -> None:
-        """Convert the VAE's weights. With model offload they are converted on the CPU, before its call loads them."""
+        """Convert the VAE's weights. With model offload the weights are converted on the CPU, before the component's
+        call loads them."""
         if role != "vae" or not is_vae(self.parts[role].component):
             raise ArgumentError("text", "conversions of a VAE with a config only", f"one of the {role}")
         request, part = self.request, self.parts[role]

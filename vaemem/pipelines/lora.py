@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
     module, shape: the layer, and its weight's shape
     rank: of the pair
-    fused: whether it is merged into the layer's weight; it then takes no part in calls, but stays
+    fused: whether the pair is merged into the layer's weight; a merged pair takes no part in calls, but stays in memory
     """
 
     module: str
@@ -62,8 +62,8 @@ class Pair(NamedTuple):
 class Lora:
     """One LoRA: ``pipe.load_lora_weights(...)``, and with `fused` ``pipe.fuse_lora()`` too.
 
-    rank, target_modules: of a LoRA without a file, in the denoiser; the layers have these names, or end in them
-    ranks: of a file's layers, by the name that the file gives them
+    rank, target_modules: of a LoRA without a file, in the denoiser; the layers have these names, or names that end so
+    ranks: of a file's layers, by the layer's name in the file
     usual: layers of a LoRA of a rank without target_modules
     """
 

@@ -35,8 +35,8 @@ class GroupOffload:
     exclude_modules: roles of components that stay on the device
     use_stream: a component's groups come on a stream of its own, each during the call before it
     low_cpu_mem_usage: weights are not pinned in the host's memory ahead
-    record_stream: PyTorch waits for the GPU before a group's memory is used again, and not diffusers when it leaves.
-        Tensors and their order are the same. If memory would run out, PyTorch waits for all groups first
+    record_stream: PyTorch waits for the GPU before a group's memory is used again; diffusers does not wait when the
+        group leaves. Tensors and their order are the same. If memory would run out, PyTorch waits for all groups first
         (CUDACachingAllocator's release_cached_blocks)
     """
 

@@ -1,4 +1,5 @@
-"""A pipeline that was recorded on the user's machine: what its process does in order, and the prediction from it."""
+"""A pipeline that was recorded on the user's machine: the steps of its process in order, and the prediction from
+them."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ class RecordedPrediction(PhasedAnswer):
     ----------
     phases : tuple of Phase
         In the order of the run: load (if something is loaded first), encode prompt, encode image, denoise, decode. A
-        component of another kind belongs to denoise.
+        component of an unknown kind belongs to the phase denoise.
     peak, bottleneck, fits, summary, spare, on_card, out_of_memory_at, available, least, band, upper
         As in `PipelinePrediction`.
     verdict : str
         ``"tight"`` or ``"does not fit"``, because nobody compared this pipeline with a run.
     notes : tuple of str
-        What the recording supposed, and operators without counted memory.
+        The recording's suppositions, and operators whose memory is not counted.
 
     Examples
     --------

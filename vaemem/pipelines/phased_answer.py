@@ -27,7 +27,7 @@ _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
 
 
 def as_far_as(phases: Sequence[Phase], full: tuple[str, PeakTensor] | None) -> Result:
-    """Mark the phases: they go through until memory runs out in one; later phases are not reached."""
+    """Mark the phases: phases go through until memory runs out in one of them; later phases are not reached."""
     done = next((i for i, phase in enumerate(phases) if full and phase.name == full[0]), len(phases))
     outcomes = [*[True] * done, False, *[None] * len(phases)]  # one or more per phase
     reached = (phase._replace(fits=fits) for phase, fits in zip(phases, outcomes, strict=False))
@@ -88,8 +88,8 @@ class PhasedAnswer(Answer):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return rows of a `vaemem.Table`: one per phase, and one for the whole, which reserves as much as the fullest
-        phase. Rows of diffusers have seconds if the card's speed is known. They count all steps and weights sent over
-        PCIe 3.0 x16, but no loading from a disk.
+        phase. Rows of diffusers have seconds if the card's speed is known. Seconds count all steps and weights sent
+        over PCIe 3.0 x16, but no loading from a disk.
 
         Examples
         --------

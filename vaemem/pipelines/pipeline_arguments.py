@@ -88,7 +88,7 @@ class PipelineArguments:
 
     @property
     def guides(self) -> bool:
-        """Whether it guides; by default as the pipeline's own call does."""
+        """Whether the pipeline guides; by default as its own call does."""
         return not self.known.unguided if self.guidance is None else self.guidance
 
     @property

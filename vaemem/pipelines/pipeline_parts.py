@@ -74,7 +74,7 @@ SPOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """A component as it is run.
+    """A component of a pipeline, with its type, weights and place in a run.
 
     Attributes
     ----------
@@ -83,19 +83,19 @@ class Part:
     component : str
         A recorded module, or a VAE's name.
     dtype : str
-        The type in which it computes.
+        The type in which the component computes.
     weights : tuple of Stored
-        As they are stored; for a VAE in `dtype`.
+        The weights as they are stored; for a VAE in `dtype`.
     upcast : bool
         Whether a VAE is converted to float32 for its call, and back.
     place : str
-        Where it is loaded: one of `PLACES`.
+        Where the component is loaded: one of `PLACES`.
     source : str
-        The dtype of its file, if the weights are quantised or cast after the file is read; "" if the file has them so.
+        The dtype of the component's file, if the weights are quantised or cast after the file is read; otherwise "".
     pairs : tuple of Pair
-        LoRAs' low-rank pairs for its layers. `weights` has theirs too.
+        LoRAs' low-rank pairs for the component's layers. `weights` includes the pairs' weights.
     note : str
-        What a reader should know about its weights.
+        A remark on the component's weights for the reader of an answer.
     """
 
     role: str
@@ -161,7 +161,7 @@ class Part:
 
     @property
     def is_cast_on_card(self) -> bool:
-        """Whether it comes to the card whole, and a library casts or quantises it there."""
+        """Whether the component comes to the card whole, and a library casts or quantises it there."""
         return bool(self.source) and self.place != PLACES[0] and not self.has(BITSANDBYTES)
 
     def sent_bytes(self, weight: Stored) -> int:
@@ -231,7 +231,7 @@ class Part:
         return [Passing(at, at, name, size, BY_ACCELERATE) for at, sent in by for name, size in sent]
 
     def groups(self, offload: GroupOffload) -> tuple[Group, ...]:
-        """Return its weights as group offloading moves them together."""
+        """Return the component's weights in the groups in which group offloading moves them."""
         return _groups_of(self.component, offload.num_blocks_per_group or 0)
 
     def stream_of(self, offload: GroupOffload) -> int:

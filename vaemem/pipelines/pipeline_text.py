@@ -1,6 +1,6 @@
-"""Pipelines as text: what a pipeline's own code does around its components' calls, recorded once with PyTorch.
+"""Pipelines as text: the steps of a pipeline's own code around its components' calls, recorded once with PyTorch.
 
-vaemem/pytorch/text_writer.py writes texts, and data/pipelines has those of known pipelines. A line is a word, its
+vaemem/pytorch/text_writer.py writes texts, and data/pipelines has the texts of known pipelines. A line is a word, its
 arguments, and, after a bar, a name:
 
     case 1 g = 1; 1 u = 0           a case was recorded. A run needs one case with equations that all hold; another
@@ -79,8 +79,8 @@ class _Polynomial(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """A line of a text: its word, the words after it, a polynomial of its size, those of a call, its name, and
-    lines that it repeats."""
+    """A line of a text: its word, the words after it, the polynomials of its size and of a call's sizes, its name, and
+    the lines that it repeats."""
 
     kind: str
     words: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ COMPARISONS = {" != ": operator.ne, " > ": operator.gt, " = ": operator.eq}
 class PipelineText:
     """A pipeline's text.
 
-    cases: equations of what was recorded; those of one hold for every run that it knows
+    cases: equations for each recorded case; for every run that the text knows, all equations of one case hold
     lines: in order, each with its conditions
     changes: how many steps precede a change of the denoiser, with 1, 2, 3, ... steps
     """
@@ -177,8 +177,8 @@ class PipelineText:
         yield end, 1
 
     def actions(self, at: Mapping[str, int]) -> list[tuple[list[_Action], int]]:
-        """Return what `played` yields, with numbers in place of polynomials. If the second step takes and leaves what
-        further ones do, it stands for them too."""
+        """Return what `played` yields, with numbers in place of polynomials. If further steps allocate and free the
+        same memory as the second step, the second step stands for them too."""
         key = tuple(at.items())
         if key not in self._worked_out:
             parts = [([_act(line, at) for line in lines], steps) for lines, steps in self.played(at)]
@@ -259,7 +259,8 @@ def _read_line(word: str, given: str, name: str) -> Iterator[_Line]:
 
 
 class _Run(Protocol):
-    """What a text needs to be played. `PipelineRun` is one. Handles are of tensors, 0 for one that is not there."""
+    """The methods that playing a text needs; `PipelineRun` has them. A handle stands for a tensor, and 0 for no
+    tensor."""
 
     def take(self, name: str, size: int) -> int:
         """Allocate a tensor; return its handle."""

@@ -56,8 +56,8 @@ def plan_pipeline(
         the card. sd.cpp also tries ``"Q4_K"`` if nothing else fits.
     used, os : shared
     calibrate : dict of str to float, optional
-        Seconds measured on this machine, by names of ways. They adjust the machine's rates, and with them the seconds
-        of all other ways.
+        Seconds measured on this machine, by names of ways. Measured seconds adjust the machine's rates, and with the
+        rates the seconds of all other ways.
     time_limit : float, optional
         A way that takes more seconds does not count as fitting.
     flash : bool

@@ -75,10 +75,10 @@ def predict_pipeline(
     offload : str or dict
         The kind of offloading: ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"``
         (``enable_sequential_cpu_offload``); or a place for some components, such as ``{"text_encoder_2": "cpu"}``. The
-        others run on the GPU. ``"block_level"``, ``"block_level 4"`` and ``"leaf_level"`` are group offloading
-        (``enable_group_offload``) with one or four blocks per group, or by leaves. ``"leaf_level stream"`` and
-        ``"block_level 1 stream"`` also have ``use_stream=True``. A dict of the method's own arguments says more:
-        ``{"offload_type": "leaf_level", "exclude_modules": ["vae"]}``.
+        other components run on the GPU. ``"block_level"``, ``"block_level 4"`` and ``"leaf_level"`` are group
+        offloading (``enable_group_offload``) with one or four blocks per group, or by leaves. ``"leaf_level stream"``
+        and ``"block_level 1 stream"`` also have ``use_stream=True``. A dict of the arguments of
+        ``enable_group_offload`` says more: ``{"offload_type": "leaf_level", "exclude_modules": ["vae"]}``.
     vae : str
         How the VAE runs: ``"whole"``, ``"tiled"``, ``"tiled 512"`` with the side of the tiles in pixels, ``"sliced"``,
         ``"tiled and sliced"``, or ``"vaemem"``: by this package, within `vae_memory_limit`.
@@ -87,18 +87,19 @@ def predict_pipeline(
     image, steps : shared
     gpu, memory, used, cudnn_version, torch_version, safe, os, diffusers_version, frames : shared
     runtime : {"diffusers", "sd.cpp", "comfyui"}
-        The program that runs it. For stable-diffusion.cpp, `offload` is ``"none"``, ``"cond_only"``,
+        The program that runs the pipeline. For stable-diffusion.cpp, `offload` is ``"none"``, ``"cond_only"``,
         ``"--clip-on-cpu"``, ``"--offload-to-cpu"`` or ``"freed after use"``. `vae` is ``"whole"``, ``"direct"``,
         ``"tiled"``, ``"direct tiled"`` or ``"on CPU tiled"``. `components` are types of ggml, sizes (``"6.8 GiB"``) or
         files. `dtype`, `image`, `vae_memory_limit` and versions do not apply. `offload` may also be a whole way of
         `plan_pipeline`: its name, such as ``"cond_only, VAE direct, tiled"``; its settings, which are options of the
         program, such as ``{"--offload-to-cpu": True, "--diffusion-fa": True}``; or the same as typed words,
-        ``"--offload-to-cpu --diffusion-fa"``. These choose the VAE's convolution. Otherwise, without ``"direct"``, the
-        answer covers both: by im2col, as without ``--vae-conv-direct``, and directly.
+        ``"--offload-to-cpu --diffusion-fa"``. A whole way chooses the VAE's convolution. If neither a way nor
+        ``"direct"`` chooses, the answer covers both convolutions: by im2col, as without ``--vae-conv-direct``, and
+        direct.
 
         For ComfyUI, `offload` is ``"none"``, or the options ``"--disable-dynamic-vram"``, ``"--novram"`` or
         ``"--disable-dynamic-vram --disable-smart-memory"``; its manager decides the rest. `vae` is ``"whole"``, which
-        falls back to tiles, or ``"tiled"``, also with a side. `components` takes ``"fp8"`` for text encoders and
+        falls back to tiles, or ``"tiled"``, with or without a side. `components` takes ``"fp8"`` for text encoders and
         denoisers. `dtype` does not apply. vaemem/data/workflows.json lists the known workflows.
 
     Returns
@@ -112,7 +113,7 @@ def predict_pipeline(
 
     Notes
     -----
-    docs/PIPELINES.md explains how it works, and lists the unknowns.
+    docs/PIPELINES.md explains how the prediction works, and lists the unknowns.
 
     Examples
     --------

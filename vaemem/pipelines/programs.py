@@ -1,4 +1,4 @@
-"""The programs that run pipelines, and what the file of each says about it."""
+"""The programs that run pipelines, and the names that the file of each program defines."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _Arguments = TypeVar("_Arguments", bound=PipelineArguments)
 
 
 class PipelineProgram(Protocol):
-    """A program that runs pipelines; a file of this folder has these names.
+    """A program that runs pipelines; the program's file in this folder defines these names.
 
     Attributes
     ----------
     NAMES : collection of str
-        The pipelines that it runs.
+        The pipelines that the program runs.
     UNUSED : collection of str
-        Arguments of `predict_pipeline` and `plan_pipeline` that it does not use.
+        Arguments of `predict_pipeline` and `plan_pipeline` that the program does not use.
     """
 
     NAMES: Collection[str]

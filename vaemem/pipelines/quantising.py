@@ -1,5 +1,5 @@
 """Layers of bitsandbytes, torchao and optimum-quanto, and of GGUF files in diffusers: their stored tensors, and the
-temporary tensors of a call. They follow the libraries' sources. Tests run all layers that a CPU can run."""
+temporary tensors of a call. The rules follow the libraries' sources. Tests run all layers that a CPU can run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Working(NamedTuple):
     name : str
         ``"{}"`` stands for the weight's own name.
     bytes, row_bytes : int
-        Fixed, and for each row of the input.
+        Fixed bytes, and bytes for each row of the input.
     lives : int
-        Number of later tensors of this list; once they are there, it is given back. 0: at the end of the call.
+        Number of later tensors of this list after which the tensor is freed. 0: it is freed at the end of the call.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Scheme(NamedTuple):
     columns, both: what the columns, or both sides, must be a multiple of; other matrices are not quantised
     sm: least compute capability of the GPU
     is_sent: whether accelerate's sequential offload can move its tensors
-    quantising: bytes for each number that quantising a matrix on the card holds besides it; None if not measured
+    quantising: bytes that quantising on the card holds for each number of a matrix, besides it; None if not measured
     """
 
     about: str
@@ -146,8 +146,9 @@ def _qfloat8(layer: LinearLayer) -> tuple[Working, ...]:
 
 
 def _int8(layer: LinearLayer) -> tuple[Working, ...]:
-    """Inputs are quantised from float16, after a search for outliers. Their columns, which are multiplied in float16
-    besides, are few and depend on the values: they are not counted. The product's own kernel writes float16."""
+    """Inputs are quantised from float16, after a search for outliers. The outliers' columns, which are multiplied in
+    float16 in addition, are few and depend on the values: they are not counted. The product's own kernel writes
+    float16."""
     half = layer.dtype == "float16"
     return (
         *[Working("input in float16", 0, 2 * layer.columns, lives=5)] * (not half),

@@ -204,7 +204,7 @@ class _Loading:
     """The steps that load a pipeline, filled component by component.
 
     before, after: steps before and after the pipeline's ``from_pretrained``
-    told: arguments of that call
+    told: arguments of ``from_pretrained``
     types: of components that are loaded in another dtype than the pipeline's
     quantised: settings of libraries, by component
     on_cpu: whether bitsandbytes quantises on the CPU; by default it does on the card

@@ -1,7 +1,8 @@
 """Compute the bytes of a model's weights, by their stored type and the runtime's rule.
 
-A type alone is not enough: every runtime stores some tensors in other types, and each chooses others. `RULES` has these
-choices, each with its source. If a file is available, its own list of tensors replaces a rule.
+The named type alone is not enough: every runtime stores some tensors in other types, and each runtime chooses other
+tensors. `RULES` has the runtimes' choices, each with its source. If a file is available, the file's own list of tensors
+replaces a rule.
 """
 
 from __future__ import annotations
@@ -112,11 +113,11 @@ class _Rule(NamedTuple):
     """The tensors that get the chosen type. A leading dimension of 1 does not count.
 
     about: the runtime, and the source of the rule
-    types: the types that it stores
-    dims: numbers of dimensions of the tensors that it stores in them
+    types: the types that the rule is for
+    dims: numbers of dimensions of the tensors that get such a type
     keeps: parts of names of other tensors, as diffusers and transformers and as the original files spell them
     vectors, images: types of tensors of one dimension, and of four; None for their original type
-    odd: the same for matrices if their rows are no multiple of the type's block
+    odd: the type of matrices if their rows are no multiple of the type's block
     single: parts of names of tensors kept in float32
     embeddings: the type of tables of embeddings if a smaller type is chosen
     least: tensors with fewer numbers are kept in float32

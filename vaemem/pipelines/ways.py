@@ -52,8 +52,8 @@ class Outcome(NamedTuple):
         Seconds of the whole run; None if no card was named and nothing was measured.
     phase_seconds : dict of str to Seconds
     fails_in : str or None
-        The phase in which the card's memory runs out, ``"host"`` if the host's does, ``"time"`` if the run likely takes
-        too long.
+        The phase in which the card's memory runs out, ``"host"`` if the host's memory runs out, ``"time"`` if the run
+        likely takes too long.
     short : float
         Missing bytes for the whole run, or seconds over the limit.
     """
@@ -229,7 +229,8 @@ class PipelinePlan(Shown):
     @property
     def alternative(self) -> Outcome | None:
         """Return the fastest way that fits if a slightly different decode is fine: the VAE in tiles, or a VAE that
-        stays in float16. It saves at least a tenth of the recommended way's time. None if there is no such way."""
+        stays in float16. The alternative saves at least a tenth of the recommended way's time. None if there is no such
+        way."""
         best = self.recommended
         others = [one for one in self.outcomes if one.verdict == FITS and one.way.changes and not one.way.rounds]
         other = _quickest(others)
@@ -319,7 +320,8 @@ class PipelinePlan(Shown):
 
     def _faster(self, best: Outcome) -> Iterator[str]:
         """Yield the fastest tight way and the fastest way that changes the picture, if the best way is neither. Each
-        must save at least a tenth of the time of the ways to take. Without seconds, yield the plainest tight way."""
+        such way must save at least a tenth of the time of the ways to take. Without seconds, yield the plainest tight
+        way."""
         beside = self.alternative
         tight = [one for one in self.outcomes if one.verdict == TIGHT and not one.way.changes]
         changed = [one for one in self.outcomes if one.verdict == FITS and one.way.changes]

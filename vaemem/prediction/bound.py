@@ -92,8 +92,8 @@ class Bound(Typeset):
     ----------
     application : str
     lines : tuple
-        A formula for each function, op and dtype. Its method ``bytes(height, width, tile=None)`` returns bytes. Its
-        attributes are:
+        A formula for each function, op and dtype. A formula's method ``bytes(height, width, tile=None)`` returns bytes.
+        A formula's attributes are:
 
         - `function`: the application's estimate, by its key in the pasted table;
         - `op`: ``"encode"``, ``"decode"``, or ``"encode_tiled"``, ``"decode_tiled"`` for images larger than a tile;
@@ -105,7 +105,7 @@ class Bound(Typeset):
         - `overshoot`: largest excess over the largest `upper` of a size, as a share of `upper`;
         - `at`: the height and width of this excess, and the tile of a tiled op.
     domain : str
-        The sizes, cards, versions and code that the formulas hold for, in words: a line for each.
+        The sizes, cards, versions and code that the formulas hold for, one line of words for each.
     """
 
     def __init__(self, application: str, lines: Sequence[_BoundLine], domain: str):
@@ -171,7 +171,8 @@ def bound(
     torch_version: str | None = None, sides: int | Iterable[int] = SIDES, progress: Progress = None,
     executor: Executor | None = None,
 ) -> Bound:  # fmt: skip
-    """Make formulas for an application's own estimates of a VAE's memory. Each is at least `upper` of every prediction.
+    """Make formulas for an application's own estimates of a VAE's memory. Each formula is at least `upper` of every
+    prediction.
 
     Predict every size of the domain, on every card, in every way that the application runs it. Each formula is the line
     above these predictions with the smallest excess, raised by 0.2% for the sizes between.
@@ -179,8 +180,8 @@ def bound(
     Parameters
     ----------
     application : str
-        ``"comfyui"``: ``memory_used_encode`` and ``memory_used_decode`` of its class VAE, with tiles. Others are for
-        FLUX.2 and for one frame of Qwen-Image's and Wan 2.1's VAE. ``"invokeai"``:
+        ``"comfyui"``: ``memory_used_encode`` and ``memory_used_decode`` of its class VAE, with tiles. Further formulas
+        are for FLUX.2 and for one frame of Qwen-Image's and Wan 2.1's VAE. ``"invokeai"``:
         ``estimate_vae_working_memory_sd15_sdxl``, ``_flux`` (Z-Image's too), ``_qwen_image`` and ``_anima``, with
         tiles, and ``_flux2``, ``_sd3`` and ``_cogview4``.
     models, dtypes : str or sequence of str, optional
@@ -261,7 +262,7 @@ def bound(
 
 
 class _Estimate(NamedTuple):
-    """The runs that one of an application's estimates is for."""
+    """The runs that a single estimate of an application is for."""
 
     models: tuple[str, ...]
     runtimes: tuple[str, ...]  # the code that the application runs, in any of its releases

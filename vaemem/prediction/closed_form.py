@@ -1,4 +1,5 @@
-"""One of PyTorch's peaks in closed form: its tensors, and how each grows with the image. Several sizes show it."""
+"""A peak of PyTorch in closed form: its tensors, and how each tensor grows with the image. Plays at several sizes show
+the growth."""
 
 from __future__ import annotations
 
@@ -70,9 +71,9 @@ class ClosedForm(Typeset):
     Attributes
     ----------
     terms : tuple
-        The tensors that live at the peak and did not live before the run, largest first. Each has a `name`,
-        `where` (the module that made it), and numbers of bytes: `coefficient` times H*W*e, `edge` times
-        (H+W)*e, `square` times (H*W)^2*e, and `constant`.
+        The tensors that live at the peak and did not live before the run, largest first. Each tensor has a `name`,
+        `where` (the module that made it), and numbers of bytes: `coefficient` times H*W*e, `edge` times (H+W)*e,
+        `square` times (H*W)^2*e, and `constant`.
     where : str
         The step that makes the peak.
     lowest, highest : int
@@ -235,7 +236,7 @@ def name_of(q: VAERequest) -> str:
 
 
 def derive(request: VAERequest) -> ClosedForm:
-    """Derive the closed form of a request's peak. ValueError if the peak has none."""
+    """Derive the closed form of a request's peak. Raise ValueError if the peak has no closed form."""
     process = request.start()
     anchor = play_peak(request, process)
     q = replace(request, workspace=process.workspace)  # the others reuse its lookups
@@ -320,8 +321,9 @@ def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tup
     """Return the law of one tensor, {side: bytes}, that holds for the most squares around `centre`, and these squares.
 
     A law goes through the centre and meets the other squares within `within` bytes, because cuDNN rounds an index up to
-    its own tiles. It ends at the size at which cuDNN's heuristic chooses another plan. Simple laws come first, and the
-    first law that is exact everywhere wins. If no law meets more squares than it was made from, return only the centre.
+    its own tiles. The range ends at the size at which cuDNN's heuristic chooses another plan. Simple laws come first,
+    and the first law that is exact everywhere wins. If no law meets more squares than it was made from, return only the
+    centre.
     """
     others = sorted((side for side in sizes if side != centre), key=lambda side: -abs(side - centre))
     sides, found = np.array([*sizes.items()], dtype=float).T

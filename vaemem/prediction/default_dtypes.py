@@ -1,7 +1,7 @@
 """The default types in which programs run a VAE: of its numbers, and of its weights between runs.
 
-Read in diffusers 0.33 to 0.42 (StableDiffusionXLPipeline), ComfyUI (a7631e3, comfy/model_management.py `vae_dtype`,
-comfy/sd.py `working_dtypes`), Forge (dfdcbab, backend/memory_management.py `vae_dtype`), A1111 (0027ce1,
+The types were read in diffusers 0.33 to 0.42 (StableDiffusionXLPipeline), ComfyUI (a7631e3, comfy/model_management.py
+`vae_dtype`, comfy/sd.py `working_dtypes`), Forge (dfdcbab, backend/memory_management.py `vae_dtype`), A1111 (0027ce1,
 modules/processing.py `decode_latent_batch`), InvokeAI (8e71a8a, latents_to_image.py, flux.py `FluxVAELoader`, the UI's
 `vaePrecision`) and BFL's flux (cli.py).
 """

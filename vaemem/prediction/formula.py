@@ -1,4 +1,4 @@
-"""PyTorch's peak as an equation of the image's size, the batch and the prompt. Playing 260 to 330 sizes derives it.
+"""PyTorch's peak as an equation of the image's size, the batch and the prompt, derived from plays at 260 to 330 sizes.
 For a VAE, closed_form.py adds one peak in closed form."""
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Formula(Typeset):
     grid : Grid
         The sizes that the formula holds for.
     reserved : Equation
-        Reserved memory. For a VAE it excludes the weights and the input, as `Prediction.reserved` does. For a pipeline
-        it includes everything but a CUDA context.
+        Reserved memory: for a VAE without the weights and the input, as in `Prediction.reserved`; for a pipeline with
+        everything but a CUDA context.
     allocated : Equation
-        Allocated memory, counted in the same way.
+        Allocated memory, with the same exclusions as `reserved`.
     played : int
         Number of sizes that were played.
     left_out : tuple of Point
@@ -115,8 +115,8 @@ class Formula(Typeset):
         return self.reserved.predict(height, width, batch, prompt_tokens)
 
     def python(self) -> str:
-        """Write a Python module with two functions of height, width, batch and prompt_tokens. They return the bytes
-        reserved and allocated, as `predict` does."""
+        """Write a Python module with two functions of height, width, batch and prompt_tokens. The functions return the
+        bytes reserved and allocated, as `predict` does."""
         functions = [one.python(f"{self.name}_{one.name}_bytes") for one in self._equations]
         return "\n\n".join(["import math\n", *functions])
 
@@ -178,8 +178,8 @@ def formula(
     reserved memory and one for allocated memory.
 
     On first use the formula plays 260 to 330 sizes, in up to three seconds: H and W in multiples of 64 from 256 to 2048
-    pixels, up to 4:1, and 1 to 4 images. It is not fitted to measurements. A line is exact if the tensors at the peak
-    are polynomials of the size. Otherwise it is the lowest line above the sizes that were played.
+    pixels, up to 4:1, and 1 to 4 images. The formula is not fitted to measurements. A line is exact if the tensors at
+    the peak are polynomials of the size. Otherwise the line is the lowest one above the sizes that were played.
 
     Parameters
     ----------

@@ -22,7 +22,7 @@ class Gpu(NamedTuple):
     Attributes
     ----------
     name : str
-        CUDA's device name, such as ``"NVIDIA GeForce RTX 4090"``, or the requested name if it is not a card's.
+        CUDA's device name, such as ``"NVIDIA GeForce RTX 4090"``, or the requested name if no card has that name.
     capability : str
         Compute capability, such as ``"8.9"``.
     total_memory : int
@@ -32,15 +32,15 @@ class Gpu(NamedTuple):
     source : str
         The source of this GPU's figures.
     card : str
-        The device name of the card that the properties belong to, if that is another card.
+        The device name of the card that has the properties, if another card stands for this GPU.
     coarse : str
-        Why the substitute card says little about workspaces, if cuDNN's answers for this one were not recorded.
+        Why the substitute card says little about workspaces, if cuDNN's answers for this GPU were not recorded.
     maker : str
         ``"NVIDIA"``, or the maker of the library that runs its convolutions: ``"AMD"``, ``"Intel"``, ``"Apple"``.
     rules : tuple of dict
-        Facts about its workspaces from published measurements, as rules of profiles.
+        Facts about the GPU's workspaces from published measurements, as rules of profiles.
     architecture : str
-        AMD's name of its instruction set, ``"gfx1100"``; "" for other makers' cards, and if it is unknown.
+        AMD's name of the GPU's instruction set, ``"gfx1100"``; "" for other makers' cards, and if the set is unknown.
     """
 
     name: str
@@ -229,7 +229,8 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
     name : str or Gpu
         CUDA's device name, or a distinctive part of it (``"RTX 4090"``, ``"4060 Ti 16GB"``, ``"a100-80gb"``); a MIG
         slice as CUDA names it, ``"A100 80GB MIG 3g.40gb"``; or a compute capability, ``"sm_89"``. A capability takes
-        the properties and the name of its card with the memory nearest to `memory`. That name finds it again.
+        the properties and the name of its card with the memory nearest to `memory`. The GPU's name finds the same GPU
+        again.
     memory : int or str, optional
         The card's memory, in bytes or as cards are sold: ``"16 GB"`` (of 2^30 bytes here). The shipped figure by
         default.

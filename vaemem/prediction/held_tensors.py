@@ -38,7 +38,7 @@ def storages_of(argument: str, held: Any, *kinds: type[_Held]) -> list[int] | No
 
 
 class Tensor(_Held):
-    """A tensor of a simulated process. `drop` it when its name goes out of scope.
+    """A tensor of a simulated process. Call `drop` when the tensor's name goes out of scope.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Tensor(_Held):
     nbytes : int
         Requested bytes of all its storages.
     picture : bool
-        Whether it has a picture's strides, those of (N, H, W, C), as diffusers' VaeImageProcessor makes it.
+        Whether the tensor has a picture's strides, those of (N, H, W, C), as diffusers' VaeImageProcessor makes it.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class LoadedVAE(_Held):
     factor, latent_channels : int
         Image pixels a side of one pixel of the latents that the runtime takes and returns, and their channels.
     channels_last : bool
-        Whether the convolutions' filters are in that memory format.
+        Whether the convolutions' filters are in the memory format channels_last.
     first : str or None
         The dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, and of latents to decode, if it differs,
         as after ``upcast_vae`` before diffusers 0.36.
     passing : function, optional
-        If its weights arrive for its submodules' calls: the list of them, by its dtype and that of its `first` blocks.
-        None are there before.
+        If offloading sends the weights for the submodules' calls: a function that lists these weights, by the VAE's
+        dtype and the dtype of its `first` blocks.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Laws: memory as polynomials of a size. A law is solved for, has a value at each size, and is written as text, Python
-or LaTeX. Formulas, closed forms and bounds consist of laws."""
+"""Laws: memory as polynomials of a size. `solve_law` finds a law. A law has a value at each size, and is written as
+text, Python or LaTeX. Formulas, closed forms and bounds consist of laws."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def value_of(law: Law, at: Mapping[str, Any]) -> Any:
 
 
 def solve_law(powers: Sequence[str], at: Mapping[str, Any], wanted: np.ndarray) -> dict[str, float]:
-    """Return the law with these powers that is nearest to the wanted values. Its numbers are exact fractions of
+    """Return the law with these powers that is nearest to the wanted values. The law's numbers are exact fractions of
     `FINEST`."""
     columns = np.stack([value_of({power: 1.0}, at) for power in powers], 1)
     scale = np.abs(columns).max(0)  # powers differ by orders of magnitude
@@ -57,7 +57,7 @@ def solve_law(powers: Sequence[str], at: Mapping[str, Any], wanted: np.ndarray) 
 def least_above(
     powers: Sequence[str], at: Mapping[str, Any], wanted: np.ndarray, weights: np.ndarray
 ) -> dict[str, float]:
-    """Return the lowest law with these powers above all wanted values. None of its numbers is below 0.
+    """Return the lowest law with these powers above all wanted values. No number of the law is below 0.
 
     Lowest means the smallest sum of the weighted relative excesses and the largest one. The simplex method solves the
     dual program, which has few rows.
@@ -113,7 +113,7 @@ def write_sum(law: Law, language: Language = "text") -> str:
 
 
 def write_function(name: str, arguments: str, summary: str, lines: Iterable[str]) -> str:
-    """Write a Python function. Its name replaces all but letters, digits and underscores of `name`."""
+    """Write a Python function. The function's name replaces all but letters, digits and underscores of `name`."""
     name = re.sub(r"\W+|^(?=\d)", "_", name)
     return "\n".join([f"def {name}({arguments}):", f'    """{summary}"""', *(f"    {line}" for line in lines), ""])
 

@@ -18,13 +18,13 @@ TIED = {"shared": "encoder.embed_tokens", "model.embed_tokens": "lm_head"}
 
 
 class Passing(NamedTuple):
-    """A tensor that comes when the call of `module` begins, and leaves when that of `until` ends.
+    """A tensor that comes when the call of `module` begins, and leaves when the call of `until` ends.
 
     by: who sends it
     row_bytes, row_flops: more bytes for each row of the module's first product, and the FLOPs of such a row
-    lives: it leaves once that many later tensors of the module are there; 0: with `until`
+    lives: number of later tensors of the module after which the tensor leaves; 0: it leaves with `until`
     stream: the stream of PyTorch on which it is allocated; memory of streams is kept apart
-    early: it comes before its own module's call; `name` says which module
+    early: whether the tensor comes before its own module's call; `name` names that module
     """
 
     module: str
@@ -40,11 +40,11 @@ class Passing(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Weights that come together when the call of `begins` begins, and leave together when that of `ends` ends.
+    """Weights that come together when the call of `begins` begins, and leave together when the call of `ends` ends.
 
     names: of the weights, in the order in which they come
-    again: of those that come twice from the second call on. The group moves a buffer of a submodule by replacing it,
-        and then moves the old one too (ModuleGroup.buffers)
+    again: of the weights that come twice from the second call on. The group moves a buffer of a submodule by replacing
+        it, and then moves the old buffer too (ModuleGroup.buffers)
     is_rest: the module's weights outside its blocks; use_stream does not apply to them
     """
 
@@ -141,8 +141,8 @@ def pass_groups(
     """List the weights of groups as they pass. sizes: their bytes, by name; later: after a first call.
 
     stream: with use_stream, on which the groups come
-    order: numbers of the groups as their modules are called. Each then comes with the group called before it, the first
-        with the outermost module. So diffusers prefetches after a first call that taught it the order
+    order: numbers of the groups as their modules are called. Each group then comes with the group called before it, the
+    first with the outermost module. So diffusers prefetches after a first call that taught it the order
     """
     found, before = list[Passing](), dict(zip(order, ["", *(groups[number].begins for number in order)], strict=False))
     for number, group in enumerate(groups):

@@ -1,7 +1,7 @@
 """A peak as an equation of the image's size, the batch and the prompt: one line per phase. The largest line counts.
 
-A line is exact if every tensor at the phase's peak is a polynomial at every size that was played. Otherwise it is the
-lowest line above the sizes that were played, raised a little for the other sizes of the grid.
+A line is exact if every tensor at the phase's peak is a polynomial at every size that was played. Otherwise the line is
+the lowest one above the played sizes, raised a little for the other sizes of the grid.
 """
 
 from __future__ import annotations
@@ -160,16 +160,16 @@ class PhaseLine(NamedTuple):
 
 
 class Equation:
-    """The bytes of a peak: the largest of its lines.
+    """The bytes of a peak: the largest of the equation's lines.
 
     Attributes
     ----------
     name : str
         ``"reserved"`` or ``"allocated"``.
     lines : tuple of PhaseLine
-        One per phase; several if a phase peaks in places that grow differently.
+        One line per phase, or several if a phase peaks in places that grow differently.
     grid : Grid
-        The sizes that it holds for.
+        The sizes that the equation holds for.
     excess, median : float
         Largest and median excess of the largest line over the peak of all phases, at the sizes that were played.
     """
@@ -208,8 +208,8 @@ class Equation:
     __repr__ = __str__
 
     def python(self, function: str) -> str:
-        """Write a Python function of that name, which returns the same bytes as `predict`. Its arguments are height,
-        width, batch and, if it makes a difference, prompt_tokens."""
+        """Write a Python function of that name, which returns the same bytes as `predict`. The function's arguments are
+        height, width, batch and, if it makes a difference, prompt_tokens."""
         tokens, side = self.grid.tokens, self.grid.tile
         uses = {name for line in self.lines for power in line.law for name in power.split("*")}
         lines = [
@@ -322,7 +322,8 @@ class _Sizes:
         return max(TOO_HIGH, float((value_of(law, self.at) / self.sizes).max()) - 1)
 
     def _bound(self, powers: Sequence[str]) -> dict[str, float]:
-        """Return the lowest line above the sizes. Its coefficients are rounded up to the digits that are shown."""
+        """Return the lowest line above the sizes. The line's coefficients are rounded up to the digits that are
+        shown."""
         if np.ptp(self.sizes) == 0:
             return {"": float(self.sizes[0])}
         usual = _usual(self.at)

@@ -95,7 +95,7 @@ class Phase(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes that it takes of the card, without the CUDA context."""
+        """Bytes that the phase takes of the card, without the CUDA context."""
         return self.reserved + self.outside
 
     @property
@@ -107,7 +107,7 @@ class Phase(NamedTuple):
 @dataclass(frozen=True)
 class Result:
     """The result of a play: the phases; and the phase and the request at which memory runs out on the card, if it does.
-    A play with room has the latter too."""
+    A play with room also has the phase and the request."""
 
     phases: tuple[Phase, ...]
     out_of_memory_at: tuple[str, PeakTensor] | None = None
@@ -125,15 +125,15 @@ class Way(NamedTuple):
     ----------
     name : str
     settings : dict
-        How to request it: arguments of `predict_pipeline`; or options of stable-diffusion.cpp, which its `offload`
-        takes.
+        How to request the way: arguments of `predict_pipeline`; or options of stable-diffusion.cpp, for the argument
+        `offload`.
     phases : tuple of Phase
     host : int
         Bytes of the host's memory for weights and buffers that are not on the card.
     changes : str
-        How it changes the picture; "" if it does not.
+        How the way changes the picture; "" if the picture stays the same.
     rounds : bool
-        Whether it changes it by smaller weights, and not by another decode alone.
+        Whether smaller weights change the picture, and not only another decode.
     notes : tuple of str
         Assumptions.
     out : tuple of (str, int), optional
@@ -143,7 +143,7 @@ class Way(NamedTuple):
     unsure : str
         Why the way is tight; "" if it is not.
     code : str
-        Python for diffusers, or the options of stable-diffusion.cpp, that run it; "" for MLX.
+        Python for diffusers, or the options of stable-diffusion.cpp, that run the way; "" for MLX.
     """
 
     name: str

@@ -45,8 +45,8 @@ class Advice(NamedTuple):
 
     what: the difference from the predicted run
     verdict: ``"fits"`` or ``"tight"``
-    needed, available: bytes that it takes, and bytes that the card gives; None if it uses the host's memory instead
-    command: the command that shows it
+    needed, available: bytes that the run takes, and bytes that the card gives; None if it uses the host's memory
+    command: the command that shows the run
     """
 
     what: str
@@ -83,22 +83,22 @@ class Prediction(ModulePrediction):
         Peaks above the baseline, as the seed table counts them: ``max_memory_allocated() - memory_allocated()`` before
         the run, and the same for reserved. The baseline includes weights and input.
     peak_allocated, peak_reserved : int
-        The values of ``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()``. These four hold for a card
-        with room for everything that PyTorch allocates. They are lower on a card that lets the run succeed with less.
-        (The runtime a1111 cuts its attention by the free memory of this card.)
+        The values of ``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()``. These two and `allocated` and
+        `reserved` hold for a card with room for everything that PyTorch allocates; a run can succeed with less. (The
+        runtime a1111 cuts its attention by the free memory of this card.)
     band : tuple of int
-        Least and most of `reserved`, over the versions of cuDNN that may stand for a missing one on such cards. For a
-        version older or newer than all of these, other cards count too. If nothing was substituted, both are
-        `reserved`.
+        Least and most of `reserved`, over the versions of cuDNN that may stand for a missing version on such cards. If
+        the missing version is older or newer than all recorded ones, other cards count too. If nothing was substituted,
+        both numbers are `reserved`.
     upper : int
         A safe upper bound for `reserved`: 17/16 of a maximum, plus 20 MiB. The maximum is over processes (cold, warmed
         up, or as `protocol` says) and over cuDNN (the version you named, or those behind `band`). If you give neither
-        ``cudnn_version`` nor ``torch_version``, it is over every possible version. For a process's whole reservation
-        add ``peak_reserved - reserved``. The 16th is derived from the seed table's rows alone.
+        ``cudnn_version`` nor ``torch_version``, the maximum is over every possible version. For a process's whole
+        reservation add ``peak_reserved - reserved``. The 16th is derived from the seed table's rows alone.
     upper_share : float
         The share of answers that `upper` covers. The count leaves out each recorded version of cuDNN and each card in
-        turn, and predicts it from the others. NaN for a coarse card, for a module, and for any allocator other than
-        the native one at its defaults: no measurements exist.
+        turn, and predicts the left-out answers from the others. NaN for a coarse card, for a module, and for any
+        allocator other than the native one at its defaults: no measurements exist.
     upper_basis : str
         The answers that `upper_share` counts.
     substitutions : tuple of str
@@ -112,38 +112,40 @@ class Prediction(ModulePrediction):
         none; earlier versions are assumed to have such a plan.) ``"does not fit"``: the same process, played with no
         more than `available`, runs out of memory.
     fits : bool
-        Whether the verdict is one of the first two; with ``safe=True`` whether it is the first.
+        Whether the verdict is "fits" or "tight"; with ``safe=True`` whether it is "fits".
     tight_because : str
-        Why it is tight, in words.
+        Why the run is tight, in words.
     summary : str
         The verdict in a sentence with its numbers.
     coarse : bool
-        Whether cuDNN's answers were recorded neither for the card nor for a similar one. Then tensors are known, and
-        `band` and `upper` span the workspaces of all cards, and none. On AMD's, Intel's and Apple's cards they span
-        none, as in `reserved`, and im2col's. ComfyUI has im2col's alone on AMD's newer cards.
+        Whether cuDNN's answers were recorded neither for the card nor for a similar card. A coarse answer knows the
+        tensors, and its `band` and `upper` span everything from no workspaces to the workspaces of all cards. On AMD's,
+        Intel's and Apple's cards they span no workspaces, as in `reserved`, and im2col's workspaces. ComfyUI has
+        im2col's workspaces alone on AMD's newer cards.
     spare : int
-        Bytes of `available` left while it runs; a coarse answer counts the most that the run takes. Below 0 if the
-        run fails: at least that much is missing.
+        Bytes of `available` that the run leaves free; a coarse answer counts the most that the run takes. Below 0 if
+        the run fails: at least that many bytes are missing.
     assumed : str
-        The types that were chosen because you named none, the program with that rule, and how to change it.
+        The types that were chosen because you named no type, the program that chooses them so, and how to change the
+        choice.
     assumed_card : str
         A sentence that names the card that stands for yours, if none was named and none is present; "" otherwise.
     would_fit : tuple of Advice
         Other runs that were tried and succeed, each with the command that shows it: the largest image of that shape,
-        tiles, another type, nothing else on the card, our own engine on the CPU. They are tried when you read this
-        attribute, and when you print a prediction that does not say "fits".
+        tiles, another type, nothing else on the card, our own engine on the CPU. The other runs are tried when you read
+        this attribute, and when you print a prediction that does not say "fits".
     on_card : int or None
-        `peak_reserved` on this card, as full as it is: no more than `available`. None if the run fails and so has no
-        peak.
+        `peak_reserved` on this card, with the memory that others hold: no more than `available`. None if the run fails
+        and so has no peak.
     out_of_memory_at : PeakTensor or None
         ``(name, bytes)`` of the request that runs out of memory: the module with the tensor, and the request's size.
     least_reserved : int
         The least `available` with which the run still succeeds, weights and input included, to 2 MiB. In contrast,
-        PyTorch takes `peak_reserved` if there is room. Found by bisection when you read it, and in `repr` if the card
-        lacks that room.
+        PyTorch takes `peak_reserved` if there is room. Bisection finds the number when you read it, and in `repr` if
+        the card lacks room for `peak_reserved`.
     least_band : tuple of int
-        Both are `least_reserved`, unless cuDNN's next plans are unknown. The second then assumes that they need the
-        first plan's workspace, which the card has to provide.
+        Both numbers are `least_reserved`, unless cuDNN's next plans are unknown. The second number then assumes that
+        the next plans need the first plan's workspace.
     available : int
         Bytes of the card that PyTorch's allocator can have: `total_memory`, less 3% and at least 384 MiB if that is a
         nominal size (whole GiB; CUDA reports less), less the CUDA context and its kernels (by the card:
@@ -165,7 +167,7 @@ class Prediction(ModulePrediction):
     tile_overlap, slicing, protocol, channels_last, allow_tf32, allocator
         The request.
     diffusers_version : str or None
-        The release of diffusers that it is for, such as ``"0.42"``. None for a program with its own code.
+        The release of diffusers that the prediction is for, such as ``"0.42"``. None for a program with its own code.
     settings : tuple of str
         In words: those of the last four that differ from the defaults; for a tiled op, whether the image is cut.
 
@@ -450,7 +452,7 @@ def predict(
         - ``"repeated"``: the second run after two warm-up runs, when none of their results is bound;
         - ``"kept"``: three runs in a row from a cold start, the cache never emptied; the largest of them counts.
 
-        The first three empty the cache and reset the peaks before each run.
+        The protocols "cold", "warm" and "repeated" empty the cache and reset the peaks before each run.
         `vaemem.prediction.benchmark.PROTOCOLS` is the table of protocols.
     channels_last : bool
         Whether the program calls ``vae.to(memory_format=torch.channels_last)`` after it loads the model. Convolutions
@@ -534,8 +536,8 @@ def predict_largest(
     -----
     RuntimeWarning
         The search ended before the card was full, so larger images may fit. For tiled ops the search ends at 16,384
-        pixels a side and 33,554,432 in all (8192x4096). It also ends at the most that can be played (65,536 tiles,
-        4,194,304 steps).
+        pixels a side and 33,554,432 in all (8192x4096). The search also ends at the most that can be played (65,536
+        tiles, 4,194,304 steps).
 
     Notes
     -----
@@ -620,7 +622,7 @@ def largest_batch(
 
 
 def _largest_size(request: VAERequest, aspect: float, every: bool) -> tuple[VAERequest, bool]:
-    """Return the request at the largest size of that shape that fits, and whether a larger one was played."""
+    """Return the request at the largest size of that shape that fits, and whether a larger size was played."""
     is_tiled = request.job.is_tiled
 
     def at(n: int) -> VAERequest:

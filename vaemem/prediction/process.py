@@ -44,7 +44,8 @@ ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of 
 
 
 class Reading(NamedTuple):
-    """The counters of a run, in bytes: above the baseline (the bytes held when the peaks were reset), and absolute."""
+    """The counters of a run, in bytes, above the baseline and absolute. The baseline is the bytes held when the peaks
+    were reset."""
 
     allocated: int
     reserved: int
@@ -77,9 +78,9 @@ class SimulatedProcess:
         PyTorch 2.7.1+cu128 by default (cu126 on Volta), and the cuDNN that the build brings. A version without
         ``+cu128`` means PyPI's build.
     allocator : CachingAllocator, optional
-        An allocator with its own settings (``CachingAllocator.from_conf``, a device's memory). By default its memory
-        is unlimited. If a convolution cannot get its workspace, PyTorch uses cuDNN's next plan from then on. That plan
-        is assumed to need no workspace, because from 9.8 on one of cuDNN's plans needs none.
+        An allocator with its own settings (``CachingAllocator.from_conf``, a device's memory). By default the device's
+        memory is unlimited. If a convolution cannot get its workspace, PyTorch uses cuDNN's next plan from then on.
+        That plan is assumed to need no workspace, because from 9.8 on one of cuDNN's plans needs none.
     workspace : object, optional
         Answers ``conv(dtype, n, c, h, w, k, r, stride, padding, layout) -> (bytes, source)`` in place of `Workspace`.
         Convolutions of other kinds have four more arguments, as in `Workspace.conv`.
@@ -93,8 +94,8 @@ class SimulatedProcess:
     Attributes
     ----------
     available : int
-        Bytes that its allocator can have: the allocator's ``total_memory``; if that is unlimited, the card's memory
-        less a CUDA context and `used`. The runtime a1111 cuts its attention by the free part of them.
+        Bytes that the process's allocator can have: the allocator's ``total_memory``; if that is unlimited, the card's
+        memory less a CUDA context and `used`. The runtime a1111 cuts its attention by the free part of them.
 
     Examples
     --------
@@ -280,7 +281,8 @@ class SimulatedProcess:
     def encode(
         self, vae: LoadedVAE, image: Tensor, *, tile: int = 0, tile_overlap: float = 0.25, slicing: bool = False
     ) -> Tensor:
-        """Call the model's ``encode``. It returns latents for bfl and comfyui, the posterior for others (see `sample`).
+        """Call the model's ``encode``. The call returns latents for bfl and comfyui, and the posterior for other
+        runtimes (see `sample`).
 
         Parameters
         ----------
@@ -300,8 +302,8 @@ class SimulatedProcess:
         self, vae: LoadedVAE, latents: Tensor, *, tile: int = 0, tile_overlap: float = 0.25, slicing: bool = False
     ) -> Tensor:
         """Call the model's ``decode``; return the image. Parameters as in `encode`; latents (N, latent_channels, H/8,
-        W/8), or (..., H/16, W/16) for Wan 2.2. Those of a video have frames before the height, and make 4 frames of
-        each but the first."""
+        W/8), or (..., H/16, W/16) for Wan 2.2. Latents of a video have frames before the height, and make 4 frames of
+        each latent frame but the first."""
         return self._call_vae(vae, "decode", latents, tile, tile_overlap, slicing)
 
     def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:

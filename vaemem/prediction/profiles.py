@@ -16,10 +16,10 @@ Here `tensors` is a sum such as ``i+o+f`` or ``i+f+3o``: input, output and filte
 ``O``, ``F``: with the channels padded to 16 bytes). P is the number of output pixels of the batch.
 
 A key such as ``128,64,3,1,1/float16`` names channels of input and output, filter, stride, padding and kind. Three
-dimensions add the frames of filter and input. Its tree is a text such as ``P400 h15 0 1 2``. A number means a formula.
-``P400`` takes the next tree for a P up to 400, and the tree after that for a larger P. The variables are ``P``, ``Q``
-(P of one image), ``h``, ``w`` (of the input), ``n`` (the batch) and ``m`` (the pixels that P lacks to a multiple of
-128). A key in place of a tree means that key's tree.
+dimensions add the frames of filter and input. A profile's tree is a text such as ``P400 h15 0 1 2``. A number means a
+formula. ``P400`` takes the next tree for a P up to 400, and the tree after that for a larger P. The variables are
+``P``, ``Q`` (P of one image), ``h``, ``w`` (of the input), ``n`` (the batch) and ``m`` (the pixels that P lacks to a
+multiple of 128). A key in place of a tree means that key's tree.
 
 If input or output has more than 2^31 elements, cuDNN works on a part of the batch at a time. ``i``, ``o``, ``I``, ``O``
 and ``p`` (output pixels) then describe the largest such part. A single image of 2^31 or more takes no workspace.
@@ -160,13 +160,13 @@ class Profile:
     how : str
         ``"asked"``, ``"measured"`` or ``"inferred"``.
     recorded : dict
-        How it was made and checked, from the file.
+        How the file was made and checked, in the file's words.
     cards : list of str
-        Keys of the GPUs it is limited to; empty means the whole compute capability.
+        Keys of the GPUs that the profile is limited to; empty means the whole compute capability.
     facts : dict
         The file's content without answers.
     core : _core.Profile
-        Its answers. A file with ``same_as`` shares the other file's answers.
+        The answers. A file with ``same_as`` shares the other file's answers.
     """
 
     def __init__(self, data: dict[str, Any], file: str = "", cards: Sequence[str] = (), core: Any = None):
@@ -188,7 +188,7 @@ class Profile:
         self._source = f"profile: compute capability {self.capability}, cuDNN {self.version}, {self.how}"
 
     def conv(self, conv: Conv, tf32: bool = True) -> tuple[int, str] | None:
-        """Return (bytes, source) of a convolution; None if none of its kind was recorded."""
+        """Return (bytes, source) of a convolution; None if no convolution of its kind was recorded."""
         found = self.core.conv(conv, tf32)
         return found and (found[0], self.source(*found[1:]))
 
@@ -245,7 +245,7 @@ class Catalogue:
     Parameters
     ----------
     files : iterable of str, or dict, optional
-        Names of profile files. A dict may give a `Profile` for a name; None stands for the shipped one.
+        Names of profile files. A dict may give a `Profile` for a name, or None for the shipped profile.
     rules : iterable of dict, optional
         Rules such as those of ``rules.json``.
 
@@ -253,9 +253,9 @@ class Catalogue:
     ----------
     rules : list of dict
     core : _core.Catalogue
-        Chooses among them.
+        The C object that chooses among profiles and rules.
     profile : function
-        Gives a `Profile` by the core's number for it.
+        Returns the `Profile` that has a number in the core.
     """
 
     def __init__(

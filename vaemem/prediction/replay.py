@@ -1,4 +1,4 @@
-"""A recorded history of the CUDA caching allocator, replayed on the simulated one."""
+"""A recorded history of the CUDA caching allocator, replayed on the simulated allocator."""
 
 from __future__ import annotations
 
@@ -104,18 +104,18 @@ class Replay(Shown):
     whole : bool
         The trace begins with an empty allocator and misses nothing.
     why_not : list of str
-        The missing parts if it is not whole. The replay then starts with the blocks from before the trace, rebuilt from
-        the snapshot's end.
+        The missing parts if the trace is not whole. The replay of such a trace starts with the blocks from before the
+        trace, rebuilt from the snapshot's end.
     recorded_reserved, simulated_reserved : int
         Bytes reserved at the end.
     recorded_reserved_peak, simulated_reserved_peak : int
-        Bytes, largest over the trace.
+        The most bytes reserved over the trace.
     recorded_segments, simulated_segments : int
         Segments at the end (mapped stretches if segments are expandable).
     recorded_allocated, simulated_allocated : int
         Bytes in live blocks at the end.
     first_difference : str or None
-        The first event at which the two differ.
+        The first event at which the record and the simulated allocator differ.
     imposed_releases : int
         Segments freed because the record frees them: a limit or a threshold freed some cached segments, not all.
     allocator : CachingAllocator

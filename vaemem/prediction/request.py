@@ -58,10 +58,10 @@ TILED_SIDES = {
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, with its name, compute capability, multiprocessors and memory, and the bytes that others hold of it. kept:
-    the least and the most bytes that the operating system also keeps. held: bytes of other models that the program
-    keeps there. assumed: a sentence that says which card stands for an unnamed one; "" if it was named or is this
-    machine's."""
+    """A GPU, with its name, compute capability, multiprocessors and memory, and the bytes that others hold of its
+    memory. kept: the least and the most bytes that the operating system also keeps. held: bytes of other models that
+    the program keeps on the card. assumed: a sentence that says which card stands for an unnamed card; "" if the card
+    was named or is this machine's."""
 
     gpu: Gpu
     used: int = 0
@@ -244,8 +244,8 @@ def _turns_miopen_off(gpu: Gpu) -> bool:
 
 
 def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:
-    """Return the workspace if ComfyUI calls cuDNN itself, as 2.8 does, otherwise None. It does so because PyTorch 2.9
-    and 2.10 keep 3D convolutions in half precision from cuDNN (comfy/ops.py, NVIDIA_MEMORY_CONV_BUG_WORKAROUND)."""
+    """Return the workspace if ComfyUI calls cuDNN itself, as 2.8 does, otherwise None. ComfyUI does so because PyTorch
+    2.9 and 2.10 keep 3D convolutions in half precision from cuDNN (comfy/ops.py, NVIDIA_MEMORY_CONV_BUG_WORKAROUND)."""
     version = torch_for(gpu, software.torch_version)
     if gpu.maker != "NVIDIA":
         return None
@@ -274,9 +274,9 @@ def refusing_too_large(size: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class VAERequest(Request):
-    """A VAE's run, for `vaemem.predict`. assumed: the types that were chosen if none was named, and why. taken: the
-    model that owns the VAE, if it is another one than the named model. fixed: whether the weights are the SDXL weights
-    that do not overflow in float16. calibrate: rows that were measured on the card."""
+    """A VAE's run, for `vaemem.predict`. assumed: the types that were chosen if no type was named, and why. taken: the
+    model that owns the VAE, if that is not the named model. fixed: whether the weights are the SDXL weights that do not
+    overflow in float16. calibrate: rows that were measured on the card."""
 
     job: Job
     unmodelled: ClassVar[Mapping[str, int]] = {}
@@ -304,7 +304,7 @@ class VAERequest(Request):
 
     @property
     def code(self) -> str:
-        """The code that runs it: one of `RUNTIMES`."""
+        """The code that runs the VAE: one of `RUNTIMES`."""
         return code_of(self.software.runtime, self.job.arch["name"])
 
     def start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
@@ -372,7 +372,8 @@ class VAERequest(Request):
 
 @dataclass(frozen=True)
 class ModuleRequest(Request):
-    """A module's call, for `vaemem.pytorch.predict_peak`: its trace, and the (name, bytes) that exist before it.
+    """A module's call, for `vaemem.pytorch.predict_peak`: the call's trace, and the (name, bytes) of tensors that exist
+    before the call.
     unmodelled: how often each operator without counted memory ran. supposed: other substitutes for missing data."""
 
     trace: _core.Trace

@@ -1,4 +1,4 @@
-"""Predict how long a phase takes: counted FLOPs and bytes over rates. Each rate has a source and a band.
+"""Predict how long a phase takes: counted FLOPs and bytes, divided by rates. Each rate has a source and a band.
 
 A `Rate` is the speed of some part of a machine, within a factor. Work maps a rate's name to FLOPs or bytes, such
 as ``{"unet": 4e13, "link": 5e9}``. A `Machine` turns work into `Seconds`. Measured runs calibrate it: calibration
@@ -36,7 +36,7 @@ class Seconds(NamedTuple):
     Attributes
     ----------
     low, likely, high : float
-        Seconds. The range from low to high follows from the rates' bands. It is a judgement, not a bound.
+        Seconds. The range from low to high follows from the rates' bands, and is a judgement, not a bound.
     why : str
         The source of the rates.
 
@@ -72,7 +72,7 @@ class Rate(NamedTuple):
     unit : str
         ``"FLOP/s"`` or ``"B/s"``.
     why : str
-        Its source.
+        The source of the rate.
 
     Examples
     --------
@@ -182,7 +182,7 @@ def vae_work(flops: float, attended: float, moved: float) -> dict[str, float]:
     Returns
     -------
     dict of str to float
-        ``"vae"``: FLOPs. Those of the attention count three times, because they take that much longer. ``"memory"``:
+        ``"vae"``: FLOPs. FLOPs of the attention count three times, because they take three times as long. ``"memory"``:
         bytes. The two run one after the other: operators are assumed not to overlap.
 
     Examples
@@ -350,7 +350,7 @@ class Machine:
     Parameters
     ----------
     rates : dict of str to Rate
-        By the names of work.
+        The rates, by the names of work.
 
     Examples
     --------
@@ -399,7 +399,7 @@ class Machine:
         -------
         Machine
             Rates that give the measured seconds within 2%, because repeated runs differ by that much. Many rates do.
-            These change the prior rates least, relative to each rate's factor.
+            The calibrated rates change the prior rates least, relative to each rate's factor.
 
         Raises
         ------

@@ -57,8 +57,8 @@ BACKENDS = ("native", "cudaMallocAsync")
 
 
 class CachingAllocator(_core.CachingAllocator):
-    """PyTorch's CUDA allocator, simulated: addresses and sizes, no memory and no GPU. It simulates the native caching
-    allocator, or the driver's memory pool.
+    """PyTorch's CUDA allocator, simulated: addresses and sizes, no memory and no GPU. The allocator is the native
+    caching allocator, or the driver's memory pool.
 
     Parameters
     ----------
@@ -68,13 +68,13 @@ class CachingAllocator(_core.CachingAllocator):
     max_split_size_mb : int, optional
         Blocks of this many MiB and more are kept whole (at least 20).
     roundup_power2_divisions : int, mapping or sequence of 16 int, optional
-        Requests are rounded up to this fraction of a power of two. A mapping gives it by size in MiB, with ``">"`` for
-        all larger sizes; a sequence gives it by power of two from 1 MiB.
+        Requests are rounded up to this fraction of a power of two. A mapping has a fraction for each size in MiB, with
+        ``">"`` for all larger sizes; a sequence has a fraction for each power of two from 1 MiB.
     expandable_segments : bool
         Whether segments are ranges of addresses that map pages of 2 MiB (small pool) or 20 MiB as they grow.
     garbage_collection_threshold : float, optional
-        Share of the allowed memory above which cached segments are freed, oldest first. PyTorch does so only after
-        ``set_per_process_memory_fraction``; therefore `memory_fraction` is then 1 by default.
+        Share of the allowed memory above which cached segments are freed, oldest first. PyTorch frees them only after
+        ``set_per_process_memory_fraction``; therefore `memory_fraction` is 1 by default if this threshold is given.
     memory_fraction : float, optional
         The argument of ``torch.cuda.set_per_process_memory_fraction``.
     max_non_split_rounding_mb : int, optional
@@ -84,9 +84,10 @@ class CachingAllocator(_core.CachingAllocator):
     history : bool
         Whether to keep every event, for `snapshot`: 32 bytes each.
     backend : str
-        ``"native"``, or ``"cudaMallocAsync"``: each request goes to the driver's pool. `memory_allocated` is then the
-        used part of the pool. `memory_reserved` is the least that the pool can hold, as if it wasted nothing between
-        allocations. It takes only `total_memory` and `memory_fraction`, and as in PyTorch it has no snapshot.
+        ``"native"``, or ``"cudaMallocAsync"``: each request goes to the driver's pool. With cudaMallocAsync,
+        `memory_allocated` is the used part of the pool. `memory_reserved` is the least that the pool can hold, as if it
+        wasted nothing between allocations. The pool takes only `total_memory` and `memory_fraction`, and as in PyTorch
+        it has no snapshot.
 
     Raises
     ------
@@ -95,10 +96,10 @@ class CachingAllocator(_core.CachingAllocator):
 
     Notes
     -----
-    It follows ``c10/cuda/CUDACachingAllocator.cpp`` (PyTorch 2.5 to 2.9) and ``CUDAMallocAsyncAllocator.cpp``. The
-    driver's part is a model: segments lie at ascending addresses, aligned to 2 MiB, and no address is used twice. The
-    private pools of CUDA graphs are not modelled. The caller decides when the events of ``record_stream`` complete
-    (``free(address, pending=True)``, later ``free(address)``).
+    The simulation follows ``c10/cuda/CUDACachingAllocator.cpp`` (PyTorch 2.5 to 2.9) and
+    ``CUDAMallocAsyncAllocator.cpp``. The driver's part is a model: segments lie at ascending addresses, aligned to 2
+    MiB, and no address is used twice. The private pools of CUDA graphs are not modelled. The caller decides when the
+    events of ``record_stream`` complete (``free(address, pending=True)``, later ``free(address)``).
 
     Examples
     --------

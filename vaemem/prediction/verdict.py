@@ -42,19 +42,19 @@ class Verdict:
     most : int
         The most that the run takes on a card with room for everything.
     took : int or None
-        The most that it takes on this card; None if it runs out of memory there.
+        The most that the run takes on this card; None if it runs out of memory there.
     out_of_memory_at : tuple of (str, PeakTensor) or None
         The phase and the request that fails. The phase's name is empty if the run has only one.
     plays : Plays, optional
         The processes that give the bounds. By default nothing is unknown: the run takes `most`.
     least_most : int, optional
-        The most that it takes on the more economical of two ways, if nobody said which way it goes.
+        The most that the run takes on the more economical of two ways, if nobody said which way it goes.
     kept_more : int
         How much less than `available` the card may give, because the CUDA context or the operating system keeps more.
     windows : str
-        On Windows, the driver's doing beyond the card's memory, in words; "" elsewhere.
+        On Windows, a sentence on the driver's use of the host's memory; "" on other systems.
     guesses : bool
-        Whether it succeeds only with unknown plans of cuDNN.
+        Whether the run succeeds only with unknown plans of cuDNN.
     untried : str
         The assumption behind the run that nobody has tried.
     safe : bool
@@ -142,12 +142,12 @@ class Verdict:
 
     @functools.cached_property
     def upper(self) -> int:
-        """The most that it takes, with a margin for everything that is not played."""
+        """The most that the run takes, with a margin for everything that is not played."""
         return self.plays.bound if self.plays else self.most
 
     @property
     def here(self) -> tuple[int, int]:
-        """The least and the most that it takes on this card. They differ if the answer is coarse."""
+        """The least and the most that the run takes on this card. The two differ if the answer is coarse."""
         took = self.took or 0
         if not self.coarse:
             return took, took

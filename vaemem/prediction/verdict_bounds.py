@@ -14,7 +14,7 @@ from vaemem.prediction.request import ModuleRequest, Request, VAERequest
 
 class Takes(NamedTuple):
     """The memory of a run, in bytes: as played; the least and the most over every plausible set of workspaces; and the
-    bound of all of them."""
+    upper bound."""
 
     own: int
     least: int
@@ -29,14 +29,15 @@ class Plays:
     ----------
     request : Request
     process : SimulatedProcess
-        A process that played it on a card with room.
+        A process that played the request on a card with room.
     phases : sequence of (int, int)
         For each phase the bytes on the card that its reading leaves out, and the bytes of its reading that are exact.
     search : tuple of (int, int)
-        Bytes with which the request fails, and bytes with which it succeeds. Its least lies between them.
+        Bytes with which the request fails, and bytes with which it succeeds. The least sufficient bytes lie between
+        these two.
     protocols : sequence of str
-        The protocols that the bounds hold for, the request's own first. The last reading of each counts, above its
-        baseline. Without protocols each reading is a phase, and counts in full.
+        The protocols that the bounds hold for, the request's own first. The last reading of each protocol counts, above
+        the reading's baseline. Without protocols each reading is a phase, and counts in full.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class Plays:
 
     @functools.cached_property
     def takes(self) -> Takes:
-        """The request's memory by its own protocol. The bound covers every cuDNN unless a version was named, and other
-        protocols if the same process played them."""
+        """Return the request's memory by its own protocol. The bound covers every cuDNN unless a version was named, and
+        other protocols if the same process played them."""
         known = set(self._likely)
         rows = [*self._likely, *(row for row in self._every if row not in known)]
         process, first = self._play(self.protocols[0])
@@ -86,7 +87,7 @@ class Plays:
 
     @functools.cached_property
     def _likely(self) -> list[Workspaces]:
-        """Plausible sets of workspaces for the predicted cuDNN."""
+        """Return the plausible sets of workspaces for the predicted cuDNN."""
         return self.process.alternatives(False)
 
     @functools.cached_property

@@ -6,11 +6,11 @@ order:
 
 1. PyTorch's own code, for the convolutions that cuDNN does not run (``own_bytes`` in csrc/predict/workspace/lookup.c).
 2. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``). Rules for
-   cuDNN before 9.8 take precedence over it (``profiles/rules.json``).
+   cuDNN before 9.8 take precedence over a profile (``rules.json``).
 3. a rule for all other convolutions (``usual_rule`` there). docs/PREDICTION.md gives its error.
 
-All ship with the package, so a question has the same answer on every machine. Each answer names its source, and
-`substitutions` lists the substitutes for missing data.
+All three sources ship with the package, so a question has the same answer on every machine. Each answer names its
+source, and `substitutions` lists the substitutes for missing data.
 """
 
 from __future__ import annotations
@@ -192,19 +192,19 @@ Convolutions = _core.Trace | _core.Script | _core.Workspace  # types that hold c
 class Workspace:
     """Workspaces of PyTorch's convolutions on one GPU.
 
-    On a card without cuDNN they lie between none and im2col's. A library such as AMD's MIOpen has kernels that need no
-    workspace, and may also unfold the input. The product of filters and columns then needs all columns at once, nine
-    times the input of a 3x3 convolution. The choice depends on the library's version, its settings and its earlier
-    measurements. The answer is none, and `alternatives` has im2col's. If the library is off, PyTorch's own code unfolds
-    each input, so the columns are certain.
+    On a card without cuDNN, workspaces lie between none and im2col's. A library such as AMD's MIOpen has kernels that
+    need no workspace, and may also unfold the input. The product of filters and columns then needs all columns at once,
+    nine times the input of a 3x3 convolution. The choice depends on the library's version, its settings and its earlier
+    measurements. The answer is no workspace, and `alternatives` has im2col's. If the library is off, PyTorch's own code
+    unfolds each input, so the columns are certain.
 
     Parameters
     ----------
     gpu : str or Gpu
         A name for `find_gpu`, or its result.
     cudnn_version : str, optional
-        Such as ``"9.10.2"``. By default the version that `torch_version` brings, otherwise the newest version with a
-        recorded profile. None on a card without cuDNN.
+        Such as ``"9.10.2"``. By default the version that `torch_version` brings, or the newest version with a recorded
+        profile. The version is None on a card without cuDNN.
     torch_version : str, optional
         Such as ``"2.9.1"``; chooses cuDNN's version if that is not given.
     tf32 : bool
@@ -217,9 +217,9 @@ class Workspace:
     Attributes
     ----------
     substitutions : dict
-        Its keys name the substitutes for missing data of the cuDNN and the GPU, in the answers so far.
+        The keys name the substitutes for missing data of the cuDNN and the GPU, in the answers so far.
     by_pytorch : set of Conv
-        The convolutions so far that PyTorch runs with its own code. That code has no plan that takes less.
+        The convolutions so far that PyTorch runs with its own code, which has no plan that takes less.
 
     Raises
     ------
@@ -327,7 +327,7 @@ class Workspace:
         """Return every other plausible set of workspaces: bytes of each convolution of a trace or a process, by default
         of all convolutions so far, in that order. Empty if nothing was substituted.
 
-        csrc/predict/workspace/workspace.h defines these sets. Each appears once, without this workspace's own.
+        csrc/predict/workspace/workspace.h defines these sets. Each set appears once, without this workspace's own.
         `every`: for a process with an unknown cuDNN.
         """
         return self._core.rows(every, self._core if of is None else of)

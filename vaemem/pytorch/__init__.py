@@ -1,4 +1,4 @@
-"""Predictions for any module, measurements, and drop-ins for diffusers. No other room of vaemem imports PyTorch."""
+"""Predictions for any module, measurements, and drop-ins for diffusers. No other folder of vaemem imports PyTorch."""
 
 from __future__ import annotations
 

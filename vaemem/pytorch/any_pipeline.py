@@ -132,8 +132,8 @@ def predict_pipeline(
 ) -> RecordedPrediction:  # fmt: skip
     """Predict the GPU memory of any pipeline of diffusers in each phase. Nobody compared the answer with a run.
 
-    The pipeline's code runs here once. Its weights, and everything that it puts on the card, have sizes and no
-    contents. So it needs no GPU, no weights, and little memory; but it takes as long as the code without its
+    The pipeline's code runs here once. The pipeline's weights, and everything that it puts on the card, have sizes and
+    no contents. So the run needs no GPU, no weights, and little memory; but it takes as long as the code without its
     arithmetic, about a minute.
 
     Parameters
@@ -142,7 +142,7 @@ def predict_pipeline(
         A pipeline, which stays as it is; or a folder of one, or an id whose files are in the Hub's cache. Of a folder
         only configs and tokenizers are read.
     *args, **kwargs
-        Arguments of the pipeline's call: ``"a cat", height=1024, width=1024``. Two steps are recorded if no
+        Arguments of the pipeline's call: ``"a cat", height=1024, width=1024``. Two denoising steps are recorded if no
         ``num_inference_steps`` is given, because later steps take the same memory.
     prepare : callable
         Called with the pipeline before its call: ``lambda pipe: pipe.enable_model_cpu_offload(device="cuda")``,

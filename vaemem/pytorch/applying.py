@@ -108,7 +108,7 @@ class Applied:
             raise
 
     def _go_on(self, lack: Exception) -> None:
-        """Set the next way that can be set. If none can, raise the error that memory ran out."""
+        """Set the next way that can be set. If no way can run, raise the error that memory ran out."""
         while self._ways:
             one = self._ways.pop(0)
             try:
@@ -151,11 +151,12 @@ class _State:
         self.weights: dict[str, dict[str, torch.Tensor]] = {}  # of components that are cast, on the host
 
     def keep_weights(self, role: str) -> None:
-        """Keep a component's weights, which lose digits in float8. Those on the host are not copied."""
+        """Keep a component's weights, which lose digits in float8. Weights on the host are not copied."""
         self.weights[role] = {name: one.data.cpu() for name, one in self.parts[role].named_parameters()}
 
     def reset(self, pipe: Any) -> None:
-        """Set all but the places back. A decode that failed may leave the VAE in another dtype."""
+        """Undo all changes of the pipeline except the components' places. A decode that failed may leave the VAE in
+        another dtype."""
         pipe.remove_all_hooks()
         for part in modules_of(pipe).values():
             _remove_groups(part)
@@ -272,7 +273,7 @@ def _check_types(pipe: Any, settings: Mapping[str, Any]) -> None:
 
 
 def _value(value: Any, pipe: Any) -> Any:
-    """Return the object that a value of a step stands for. Its names are the recipe's own."""
+    """Return the object that a value of a step stands for. The value's names are the recipe's own."""
     if isinstance(value, Identifier):
         first, *rest = value.text.split(".")
         own = {"pipe": pipe, "torch": torch}
@@ -349,11 +350,12 @@ def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "r
         loaded component to float8; `Applied.undo` brings its weights back, which are kept in the host's memory. The
         pipeline is changed in place.
     device : torch.device or str, optional
-        Where it runs; by default the GPU if PyTorch has one, otherwise the CPU.
+        Where the pipeline runs; by default the GPU if PyTorch has one, otherwise the CPU.
     on_out_of_memory : {"raise", "next"}
-        What to do if memory runs out while the way is set, or in a call of the result. ``"next"`` needs a plan. It goes
-        on, with a warning, to the fastest way that takes less of the card and leaves the picture as it is. A way that
-        cannot be set is skipped with a warning. Generators start again from the same state. Other errors are raised.
+        What to do if memory runs out while the way is set, or in a call of the result. ``"next"`` needs a plan. The
+        call goes on, with a warning, to the fastest way that takes less of the card and leaves the picture as it is. A
+        way that cannot be set is skipped with a warning. Generators start again from the same state. Other errors are
+        raised.
 
     Returns
     -------

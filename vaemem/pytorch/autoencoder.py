@@ -1,8 +1,8 @@
 """diffusers' autoencoders, computed by vaemem: `vaemem.pytorch.AutoencoderKL` and its siblings.
 
-Each is diffusers' own class with parameters on the device "meta". Names, shapes, dtypes and config exist, because
-pipelines read dtypes of single layers; numbers do not, and a layer that is called raises. Two methods are overridden;
-each takes a batch and returns one. Slices, outputs and distributions are diffusers'.
+Each drop-in is diffusers' own class with parameters on the device "meta". Names, shapes, dtypes and config exist,
+because pipelines read dtypes of single layers; numbers do not, and a layer that is called raises. Two methods are
+overridden; each takes a batch and returns one. Slices, outputs and distributions are diffusers'.
 """
 
 from __future__ import annotations
@@ -343,12 +343,12 @@ class AutoencoderKL(_DropIn, diffusers.AutoencoderKL):  # type: ignore[misc]
 
     Notes
     -----
-    `enable_tiling` works as in diffusers, tile by tile. It is not exact; a `memory_limit` is, and allows no tiles. If
-    float16 overflows, a run is repeated with smaller activations, so SDXL's VAE needs no upcast:
-    ``pipe.vae.register_to_config(force_upcast=False)`` avoids it. Attention processors, adapters and other changes of
-    the module's layers have no effect. ``copy.deepcopy``, pickle and ``torch.save`` include the weights, but not
-    `progress` and `cancel`. diffusers' ``from_pipe`` keeps only a VAE of its own class:
-    ``from_pipe(pipe, vae=pipe.vae)``.
+    `enable_tiling` works as in diffusers, tile by tile. A run in tiles is not exact; a run with a `memory_limit` is
+    exact, and allows no tiles. If float16 overflows, a run is repeated with smaller activations, so SDXL's VAE needs no
+    upcast: ``pipe.vae.register_to_config(force_upcast=False)`` avoids it. Attention processors, adapters and other
+    changes of the module's layers have no effect. ``copy.deepcopy``, pickle and ``torch.save`` include the weights, but
+    not `progress` and `cancel`. diffusers' ``from_pipe`` keeps only a VAE of its own class: ``from_pipe(pipe,
+    vae=pipe.vae)``.
 
     Examples
     --------
@@ -496,11 +496,11 @@ class _Frames(_DropIn):
 class AutoencoderKLWan(_Frames, diffusers.AutoencoderKLWan):  # type: ignore[misc]
     """Drop-in for diffusers' AutoencoderKLWan (Wan 2.1 and 2.2): ``pipe.vae = AutoencoderKLWan.from_module(pipe.vae)``.
 
-    It decodes and encodes videos (N, C, F, h, w), within a `memory_limit` too. With a config whose
-    ``temperal_downsample`` is not Wan's, it runs images, F = 1; more frames are a ValueError then. Tiles are for
+    The class decodes and encodes videos (N, C, F, h, w), within a `memory_limit` too. If the config's
+    ``temperal_downsample`` is not Wan's, the class runs only images, F = 1; more frames raise ValueError. Tiles are for
     images. The rest is as in `AutoencoderKL`. `AutoencoderKLLTX2Video` is a drop-in for the VAEs of LTX-2 and LTX-2.3,
-    if diffusers has it. `AutoencoderKLQwenImage` and `AutoencoderKLQwenImage21` are drop-ins for
-    diffusers' classes of these names, if diffusers has them: for images, without a `state_dict`.
+    if diffusers has it. `AutoencoderKLQwenImage` and `AutoencoderKLQwenImage21` are drop-ins for diffusers' classes of
+    these names, if diffusers has them: for images, without a `state_dict`.
 
     Examples
     --------

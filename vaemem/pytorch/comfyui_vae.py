@@ -167,7 +167,8 @@ def decode_whole(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll, plac
 def encode_whole(vae: Any, pixels: torch.Tensor, manager: Any, poll: Poll, place: Place = ANYWHERE) -> torch.Tensor:
     """Encode pictures whole and exactly, within a limit. Return latents as ComfyUI's VAE does: the distribution's mode.
 
-    As there, sides are cropped to multiples of the VAE's factor, and a VAE of videos takes several pictures for one.
+    As in ComfyUI, sides are cropped to multiples of the VAE's factor, and a VAE of videos takes several pictures for
+    one video.
     """
     arch = recognise(vae)
     has_frames = vae.latent_dim == 3
@@ -198,7 +199,8 @@ class _Tiles(MemoryError):
 
 
 def _whole(vae: Any) -> Any:
-    """Return a VAE whose decode raises if it would go on in tiles. It shares everything else with the first one."""
+    """Return a VAE whose decode raises if it would go on in tiles. The copy shares everything else with the first
+    VAE."""
     whole = copy.copy(vae)
 
     def refuse(*samples: Any, **tiles: Any) -> None:
@@ -252,7 +254,8 @@ def _card_of(vae: Any, gpu: str) -> dict[str, Any]:
 
 
 def _refuse_older(vae: Any) -> None:
-    """Refuse a WanVAE that caches the inputs of its convolutions even for one image. Its padding in time is a tuple."""
+    """Refuse a WanVAE that caches the inputs of its convolutions even for one image. In older versions, the padding in
+    time is a tuple."""
     padding = getattr(getattr(getattr(vae, "first_stage_model", None), "conv2", None), "_padding", None)
     if isinstance(padding, tuple):
         advice = "update ComfyUI; an older one needs about three times as much memory"

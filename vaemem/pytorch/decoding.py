@@ -146,7 +146,7 @@ def _config(vae: Any, kind: Any) -> dict[str, Any]:
 
 
 def _copy(vae: Any, drop_in: Any) -> Any:
-    """Return vaemem's copy of a VAE, on the CPU. It decodes whole images and videos within the free memory."""
+    """Return vaemem's copy of a VAE, on the CPU. The copy decodes whole images and videos within the free memory."""
     source = vae
     if any(weight.is_meta for weight in vae.parameters()):  # accelerate keeps the weights elsewhere
         from accelerate.utils.modeling import get_state_dict_offloaded_model
@@ -230,8 +230,8 @@ def safe_decode(pipe: Any) -> SafeDecode:
     Returns
     -------
     SafeDecode
-        It keeps the latents of the last decode. Its `undo` sets the VAE's own ``decode`` back. A second call makes a
-        second guard, and each has its own `undo`. A copied or unpickled VAE has a guard of its own.
+        The guard, which keeps the latents of the last decode. The result's `undo` sets the VAE's own ``decode`` back. A
+        second call makes a second guard, and each has its own `undo`. A copied or unpickled VAE has a guard of its own.
 
     Raises
     ------
@@ -240,8 +240,8 @@ def safe_decode(pipe: Any) -> SafeDecode:
 
     Notes
     -----
-    vaemem decodes whole images, and videos of Wan and LTX-2. Its float32 numbers differ from PyTorch's by at most 1e-4,
-    and other dtypes by their own rounding. If tiling is on, PyTorch's tiles would change the picture; vaemem's
+    vaemem decodes whole images, and videos of Wan and LTX-2. vaemem's float32 numbers differ from PyTorch's by at most
+    1e-4, and other dtypes by their own rounding. If tiling is on, PyTorch's tiles would change the picture; vaemem's
     picture is then the one without tiles. Other videos are left to PyTorch. No GPU has run this: tests fake the card.
 
     Examples

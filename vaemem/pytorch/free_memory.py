@@ -30,8 +30,8 @@ def find_free(device: Any) -> int:
 def no_spilling(device: Any) -> Iterator[None]:
     """On Windows, limit PyTorch to the memory that the driver counts as free and to what PyTorch already holds.
 
-    There the driver never refuses: it goes on in the host's memory, many times slower. At a limit of its own PyTorch
-    frees its cache and tries again, and then raises `torch.OutOfMemoryError`, as elsewhere.
+    Beyond the free memory the driver never refuses: it goes on in the host's memory, many times slower. At a limit of
+    its own PyTorch frees its cache and tries again, and then raises `torch.OutOfMemoryError`, as elsewhere.
     """
     place = torch.device(device)
     if sys.platform != "win32" or place.type != "cuda":

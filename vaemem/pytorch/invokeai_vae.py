@@ -38,7 +38,7 @@ def recognise(loaded: Any) -> Any:
 def _opened(loaded: Any, op: str, place: Place) -> Iterator[tuple[VAE, dict[str, Any]]]:
     """Copy one half of the weights into a VAE of vaemem's; yield it with arguments of its runs.
 
-    On a card InvokeAI makes room for the limit besides its own weights. On the CPU it moves nothing.
+    On a card InvokeAI makes room for the limit besides its own weights. On the CPU nothing is moved.
     """
     dtype: Any = str(next(recognise(loaded).parameters()).dtype).removeprefix("torch.")
     device = place.device_for(loaded.compute_device, dtype)

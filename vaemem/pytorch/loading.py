@@ -32,7 +32,8 @@ def known_components() -> dict[str, list[Any]]:
     Settings are those in config.json of the published folders, without the classes' defaults:
     stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
     Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B. SD 3.5's were read in copies. The
-    others give the published numbers of parameters (tests/test_programs.py); Qwen-Image's are the class's defaults.
+    other configs give the published numbers of parameters (tests/test_programs.py); Qwen-Image's are the class's
+    defaults.
     """
     known: dict[str, list[Any]] = json.loads(shipped("components.json"))
     return known
@@ -255,9 +256,9 @@ def load_pipeline(
         ``"whole"``, ``"tiled"`` or ``"sliced"``.
     random : bool
         Build it from configs: full size, random weights, a tokenizer that knows one word, no safety checker. Memory and
-        time do not depend on these.
+        time do not depend on the values of weights.
     device : torch.device or str, optional
-        Where it runs; by default the GPU if PyTorch has one, otherwise the CPU.
+        Where the pipeline runs; by default the GPU if PyTorch has one, otherwise the CPU.
 
     Returns
     -------

@@ -127,8 +127,8 @@ def _call(vae: Any, op: str, x: Any, scaling: float | None, names: dict[str, Any
     """Run once; the caller binds the result.
 
     diffusers' encode is sampled, except for AutoencoderTiny's latents, and scaled if measured; its decode gets unscaled
-    latents. BFL's modules scale within (`scaling` is None). `names` keeps what the script binds until the next run
-    binds its own: these tensors are part of the measurement.
+    latents. BFL's modules scale latents themselves, so their `scaling` is None. `names` keeps what the script binds
+    until the next run binds its own: these tensors are part of the measurement.
     """
     if scaling is None:
         return getattr(vae, op)(x)
@@ -356,7 +356,8 @@ def find_device(device: Any) -> Any:
 
 
 def _find_maker(model: Any, runtime: str) -> Callable[[], _Subject]:
-    """Return a function that makes the module, on the CPU for a model's name. It is called once per dtype."""
+    """Return a function that makes the module, on the CPU for a model's name. The returned function is called once per
+    dtype."""
     if isinstance(model, torch.nn.Module):
         subject = _describe(model, runtime)
         return lambda: subject

@@ -361,7 +361,7 @@ def _restoring(pipe: Any) -> Iterator[None]:
 
 
 def _list_unpredictable(pipe: Any, call: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a prediction does not cover."""
+    """Yield the parts of a pipeline that a prediction does not cover."""
     yield from (f"the call's argument {name}" for name in call if name not in _HARMLESS)
     if torch.backends.cudnn.benchmark:
         yield "torch.backends.cudnn.benchmark"
@@ -524,7 +524,7 @@ def measure_pipeline(
     Returns
     -------
     MeasuredPipeline
-        If it ran out of memory, with the phases until then.
+        The measurement; if memory ran out, with the phases until then.
 
     Raises
     ------

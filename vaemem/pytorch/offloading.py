@@ -44,8 +44,9 @@ class OffloadStrategy:
 
     Notes
     -----
-    Components are recognised by class: a text encoder of transformers', a denoiser, an autoencoder. The manager's ids
-    are its own. Memory that PyTorch holds and does not use counts as free. No GPU has run this: tests fake the devices.
+    Components are recognised by class: a text encoder of transformers', a denoiser, an autoencoder. The manager names
+    components by its own ids. Memory that PyTorch holds and does not use counts as free. No GPU has run this: tests
+    fake the devices.
 
     Examples
     --------

@@ -464,7 +464,7 @@ def _equations(own: Sequence[Values], others: Sequence[Values], telling: Sequenc
 
 def equations_of(own: Sequence[Values], others: Sequence[Values], telling: Sequence[str] = _TELLING) -> str:
     """Find few equations of variables that hold at all of one's own points, and that tell them from the others.
-    ValueError if none do. telling: the variables"""
+    Raise ValueError if no equations do. telling: the variables"""
     known = [one for one in _equations(own, others, telling) if all(_holds(one, at) for at in own)]
     left, chosen = [*others], list[_Equation]()
     while left:

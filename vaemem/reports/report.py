@@ -1,6 +1,6 @@
 """The report on a table of memory: tables, ratios, scaling, constants, models compared and advice.
 
-Each section is one function. It computes every figure from the rows."""
+Each section is one function, which computes every figure from the rows."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def report(
 
     Notes
     -----
-    The report computes every figure from the rows. It lists rows whose op hides that they ran in tiles (their column
-    `tile` shows it), and leaves them out of scaling, constants and fits.
+    The report computes every figure from the rows. The report lists the rows that ran in tiles under the name of a
+    whole op, as their column `tile` shows. Scaling, constants and fits leave these rows out.
 
     Examples
     --------

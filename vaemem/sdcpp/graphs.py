@@ -41,8 +41,9 @@ class Graph(NamedTuple):
         Bytes of the compute buffer; the log prints them in MiB, which it calls MB.
     pool : int
         Bytes that ggml-cuda allocates in addition for the largest product, and rounds up to 2 MiB. With a float16
-        weight or im2col copy: results and other factors as float16. With a quantised weight: other factors as q8_1.
-        For GPUs with fast float16 and, for quantised weights, tensor cores of Turing or later. 0 on a CPU.
+        weight or im2col copy, the pool holds results and other factors as float16. With a quantised weight, the pool
+        holds other factors as q8_1. The numbers are for GPUs with fast float16 and, for quantised weights, tensor cores
+        of Turing or later. 0 on a CPU.
     weights : int
         Bytes of the weights' buffer, as the log prints it.
     flops : int
@@ -179,7 +180,7 @@ class Builder:
         """Attend: q, k (depth, L, heads), v (depth, heads, L) -> (depth * heads, L). Keys may have fewer heads.
 
         Flash attention takes keys and values as float16, padded to a multiple of 256, and masks the padding. A device
-        without it for this depth stores all scores.
+        without flash attention for this depth stores all scores.
         """
         (depth, queries, heads, _), keys = q.ne, k.ne[1]
         if self.flash and (self.backend == "cpu" or depth in FLASH_DEPTHS):
@@ -257,7 +258,7 @@ def vae_decoder(b: Builder, height: int, width: int, model: str) -> Node:
 
 
 def vae_encoder(b: Builder, height: int, width: int, model: str) -> Node:
-    """Build the encoder. Its weights include the decoder's, which sd.cpp loads too."""
+    """Build the encoder. The weights include the decoder's, which sd.cpp loads too."""
     vae_decoder(b, height, width, model)
     channels = 2 * LATENT_CHANNELS[model]
     x = b.conv(b.input(8 * width, 8 * height, 3), 128)

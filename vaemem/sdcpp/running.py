@@ -1,8 +1,9 @@
 """Ways of running a pipeline with stable-diffusion.cpp: where each model's weights are kept, and how its VAE runs.
 
-A way is a few words, such as ``("cond_only", "direct", "tiled")``. They make its name and stand for options of the
-program (`options_of`); `words_of` parses them. Each model is a graph with one compute buffer (`vaemem.sdcpp.graphs`)
-that exists while the model runs. Weights stay where they were loaded, except as `RESIDENCES` says.
+A way is a few words, such as ``("cond_only", "direct", "tiled")``. The words make the way's name and stand for options
+of the program (`options_of`); `words_of` parses a name. Each model is a graph with one compute buffer
+(`vaemem.sdcpp.graphs`) that exists while the model runs. Weights stay where they were loaded, except as `RESIDENCES`
+says.
 """
 
 from __future__ import annotations

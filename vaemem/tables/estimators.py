@@ -201,7 +201,7 @@ def _mlx_im2col(row: Row) -> int | None:
 
 
 def _sd_cpp(conv_direct: bool, row: Row) -> int | None:
-    """Estimate the graph. It runs in one type for any weights, and on one image at a time."""
+    """Estimate the graph. The program runs in one type for any weights, and on one image at a time."""
     sides = row["height"], row["width"]
     if row["op"] not in OPS or row["model"] not in LATENT_CHANNELS or _images(row) > 1 or any(s % 8 for s in sides):
         return None
@@ -424,14 +424,14 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
 
     Notes
     -----
-    If `vaemem.predict` is among the estimators, `vaemem.predict_pipeline` predicts the rows of diffusers' pipelines. It
-    gets the row's size, batch, tokens, dtype, way and card. Rows have no guidance and no types of weights, so these
-    keep their defaults.
+    If `vaemem.predict` is among the estimators, `vaemem.predict_pipeline` predicts the rows of diffusers' pipelines.
+    The function gets the row's size, batch, tokens, dtype, way and card. Rows have no guidance and no types of weights,
+    so these keep their defaults.
 
-    A row counts under the op that ran. If one tile holds the whole image, that is the op without tiles. If the column
-    `tile` shows tiles but the op does not, the row is left out and listed. Runs in tiles are not compared with
-    ComfyUI's and InvokeAI's estimates for whole images. A tiled row without its tile is compared neither with them nor
-    with `vaemem.predict`.
+    A row counts under the op that really ran: whole or in tiles. If one tile holds the whole image, that is the op
+    without tiles. If the column `tile` shows tiles but the op does not, the row is left out and listed. Runs in tiles
+    are not compared with ComfyUI's and InvokeAI's estimates for whole images. A tiled row without its tile is compared
+    neither with them nor with `vaemem.predict`.
 
     Examples
     --------

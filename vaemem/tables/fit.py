@@ -35,8 +35,8 @@ class FitRow(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class FittedLine(Typeset):
-    """The formula `target = a * H*W*e + b` for some rows. Its attributes named in `KEY` are the rows' common values, or
-    None if they differ.
+    """The formula `target = a * H*W*e + b` for some rows. The attributes named in `KEY` are the rows' common values, or
+    None if the rows differ.
 
     H and W are the image's height and width in pixels, e the bytes of one element of dtype. Divide `a` by 128 for
     the number of full-size activations (T = 128*H*W*e) that it stands for.
@@ -284,8 +284,8 @@ def fit(
         install 'vaemem[fit]'``).
     by : sequence of str
         Columns that separate formulas; rows that differ only in other columns share one. ``("model", "op")`` puts every
-        dtype into one formula, through e, the bytes of an element. This suits a runtime if its activations scale with
-        e; PyTorch's half and single precision peak at different places.
+        dtype into one formula, through e, the bytes of an element. Such a formula suits a runtime if its activations
+        scale with e; PyTorch's half and single precision peak at different places.
 
     Raises
     ------
@@ -299,8 +299,8 @@ def fit(
     ran. If one tile holds the whole image, that is the op without tiles.
 
     The fit is ordinary least squares with unit weights, so large sizes count most. Standard errors assume independent
-    errors of one variance. But the residuals of a memory model are systematic. So read standard errors as a scale, not
-    as a guarantee.
+    errors of one variance. The residuals of a memory model are systematic, so read standard errors as a scale, not as a
+    guarantee.
 
     Examples
     --------

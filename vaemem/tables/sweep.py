@@ -53,7 +53,7 @@ _SWEPT = {"model", "op", "pipeline", "height", "width", "dtype", "batch", "tile"
 
 
 class Case(NamedTuple):
-    """One thing to run on a model."""
+    """A run of a model: one operation at one size."""
 
     op: Any
     height: int
@@ -191,7 +191,7 @@ def predict_sweep(
     executor : shared
     **others
         Further arguments of `vaemem.predict`, or of `vaemem.predict_pipeline`, the same for every row: `runtime`,
-        `torch_version`, `memory`, `offload` ... Each op gets the arguments that it takes.
+        `torch_version`, `memory`, `offload` ... Each op gets only the arguments that the op takes.
 
     Returns
     -------

@@ -178,8 +178,9 @@ def in_words(row: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 
 
 def _with_benchmark_tiles(rows: Sequence[Row]) -> None:
-    """Add the tiles in which the benchmark's rows ran. It left tiling on by mistake, so its encodes do not name tiles.
-    But their allocated bytes show them: they do not grow with the pixels.
+    """Add the tiles in which the benchmark's rows ran. The benchmark left tiling on by mistake, so the rows of its
+    encodes do not name tiles. But the allocated bytes of these encodes show the tiles: they do not grow with the
+    pixels.
 
     A row ran in tiles if another row of its series, with at most half its pixels, took nearly as much. Nearly: within a
     factor of the fourth root of the pixels' ratio. A whole image's bytes grow in proportion to its pixels. cuDNN's

@@ -17,7 +17,8 @@ _CATEGORY = "vaemem"
 
 
 def _poll() -> Callable[[int, int], None]:
-    """Return the function that vaemem calls during a run. It shows progress, and raises if the user cancels."""
+    """Return the function that vaemem calls during a run. The function shows progress, and raises if the user
+    cancels."""
     bar = utils.ProgressBar(100)
 
     def poll(done: int, total: int) -> None:

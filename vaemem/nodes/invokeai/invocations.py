@@ -40,7 +40,8 @@ class WithPlace(BaseModel):
 
 
 def _poll(context: InvocationContext) -> Callable[[int, int], None]:
-    """Return the function that vaemem calls during a run. It shows progress, and raises if the user cancels."""
+    """Return the function that vaemem calls during a run. The function shows progress, and raises if the user
+    cancels."""
     shown = -1
 
     def poll(done: int, total: int) -> None:
