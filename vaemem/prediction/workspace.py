@@ -6,7 +6,7 @@ order:
 
 1. PyTorch's own code, for the convolutions that cuDNN does not run (``own_bytes`` in csrc/predict/workspace/lookup.c).
 2. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``). Rules for
-   cuDNN before 9.8 take precedence over a profile (``rules.json``).
+   cuDNN before 9.8 take precedence over a profile (``profiles/rules.json``).
 3. a rule for all other convolutions (``usual_rule`` there). docs/PREDICTION.md gives its error.
 
 All three sources ship with the package, so a question has the same answer on every machine. Each answer names its
@@ -327,8 +327,8 @@ class Workspace:
         """Return every other plausible set of workspaces: bytes of each convolution of a trace or a process, by default
         of all convolutions so far, in that order. Empty if nothing was substituted.
 
-        csrc/predict/workspace/workspace.h defines these sets. Each set appears once, without this workspace's own.
-        `every`: for a process with an unknown cuDNN.
+        csrc/predict/workspace/workspace.h defines these sets. Each set appears once, and this workspace's own set does
+        not appear. `every`: for a process with an unknown cuDNN.
         """
         return self._core.rows(every, self._core if of is None else of)
 
