@@ -3,6 +3,7 @@ mean, and what people call the known models."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -145,10 +146,17 @@ def _decimal(value: Any) -> Any:
 def known_like(arch: Arch, but: tuple[str, ...]) -> Arch | None:
     """Return the first known model that agrees with `arch` in all keys except `but`."""
 
-    def compared(one: Arch) -> list[Any]:
-        return [_decimal(one.get(key)) for key in _ARCH_KEYS if key not in but]
+    wanted = _compared(arch, but)
+    return next((dict(model) for model, compared in _known(but) if compared == wanted), None)
 
-    return next((model for model in _core.models().values() if compared(model) == compared(arch)), None)
+
+def _compared(arch: Arch, but: tuple[str, ...]) -> list[Any]:
+    return [_decimal(arch.get(key)) for key in _ARCH_KEYS if key not in but]
+
+
+@functools.cache
+def _known(but: tuple[str, ...]) -> list[tuple[Arch, list[Any]]]:
+    return [(model, _compared(model, but)) for model in _core.models().values()]
 
 
 def _read_file(config: Config) -> tuple[Mapping[str, Any], Path | None]:
