@@ -13,7 +13,7 @@ from vaemem import _core, explain
 from vaemem.__main__ import main
 from vaemem._common import shipped
 from vaemem.out_of_memory import clues, kinds, messages
-from vaemem.out_of_memory.parts import A_VAE, ATTENTIONS
+from vaemem.out_of_memory.other_tensors import A_VAE, ATTENTIONS
 from vaemem.out_of_memory.sizes import list_sizes, rank_of
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.diffusers_run import PipelineRun

@@ -521,7 +521,7 @@ def test_flash_attention_splits_keys_when_queries_are_few():
 
 
 @pytest.mark.parametrize(
-    "change, names",
+    "change, named",
     [
         ({"height": 500}, ("height", 500)),
         ({"width": 0}, ("height, width, batch, tile",)),

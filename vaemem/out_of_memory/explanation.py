@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from vaemem import _core
-from vaemem._common import MIB, OPS, meant
-from vaemem._errors import ArgumentError
+from vaemem._common import MIB, OPS
 from vaemem._render import Actions, Block, Bullets, Sheet, Shown, Sizer, in_gb
 from vaemem._types import Op, Program
-from vaemem.engine.configs import named_model
-from vaemem.out_of_memory.clues import Clues, read_clues
+from vaemem.out_of_memory.candidates import AGREES, PLAYED, Found, Match, OtherTensor
+from vaemem.out_of_memory.clues import read_clues
 from vaemem.out_of_memory.graph_runs import find_graphs, name_component
 from vaemem.out_of_memory.kinds import GRAPH, NO_TENSOR, POOL
-from vaemem.out_of_memory.messages import SLACK, OomMessage, interpret, read_message
-from vaemem.out_of_memory.parts import A_VAE, NOT_EXAMINED, OtherTensor, find_parts, models_with
+from vaemem.out_of_memory.messages import MOST_SMALL, SEGMENT_STEP, SLACK, OomMessage, read_message
+from vaemem.out_of_memory.other_tensors import A_VAE, NOT_EXAMINED, find_other_tensors
 from vaemem.out_of_memory.pipeline_runs import find_pipeline_runs, lacks_room
-from vaemem.out_of_memory.refusals import AGREES, PLAYED
-from vaemem.out_of_memory.runs import ALIKE, TELLING, Found, Match, find_runs, predict_rounded
+from vaemem.out_of_memory.scope import Scope, find_scope, has_size
 from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Size
+from vaemem.out_of_memory.vae_runs import TELLING, find_vae_runs
 from vaemem.pipelines.by_diffusers import PipelinePrediction
-from vaemem.pipelines.components import PIPELINES, is_vae, known_pipeline
+from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_request import PipelineRequest
-from vaemem.prediction.gpus import Gpu, coarse_names, find_gpu, gpu_names
+from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.predict_vae import Prediction, shell_command
 from vaemem.prediction.request import Card
-from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN, architecture, shipped_models
-from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION
+from vaemem.sdcpp.graphs import SDCPP_VERSION
 
 MOST_MATCHES = 5
-MANY = (89, 86, 120)  # compute capabilities of the commonest cards
 # {operation of a match: the part of a pipeline that it belongs to, or "" for any}; others are the VAE's.
 PART_OF = {"load": "", "encode prompt": "text encoder", "denoise": "denoiser"}
-USUAL_CARD = 24 << 30  # bytes of the assumed card if a message does not name its size
+ROUNDED = 10**8  # bytes: unit for memory held by others
 
 
 class Explanation(Shown):
@@ -108,19 +103,6 @@ class Explanation(Shown):
         }
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What is searched: the named or given models' VAEs and pipelines, operations, programs, and cards. is_named:
-    whether a model was named, so that no other is searched."""
-
-    models: list[str]
-    pipelines: list[str]
-    ops: list[str]
-    runtimes: list[str]
-    cards: list[Gpu]
-    is_named: bool
-
-
 def explain(
     error: str | BaseException, *, model: str | None = None, op: Op | None = None, gpu: str | None = None,
     runtime: Program | None = None,
@@ -164,103 +146,40 @@ def explain(
     """
     text = " ".join(str(error).split())
     message = read_message(text)
-    clues = read_clues(text)
-    asked = _find_asked(message, clues, model, op, gpu, runtime)
+    scope = find_scope(message, read_clues(text), model, op, gpu, runtime)
     notes: list[str] = []
-    if clues.is_unknown and model is None:
-        notes.append(f"The text names {clues.model}, which vaemem does not know: no run of it was searched.")
+    if scope.clues.is_unknown and model is None:
+        notes.append(f"The text names {scope.clues.model}, which vaemem does not know: no run of it was searched.")
     if message.kind.size in (GRAPH, POOL) and not notes:
-        return _explain_graph(message, text, clues, asked)
+        return _explain_graph(message, text, scope)
     if message.kind.size == NO_TENSOR or notes:
-        return _explain_whole(message, clues, asked, notes)
-    return _explain_tensor(message, clues, asked, has_gpu=gpu is not None, has_op=op is not None)
-
-
-def _find_asked(
-    message: OomMessage, clues: Clues, model: str | None, op: str | None, gpu: str | None, runtime: str | None
-) -> _Asked:
-    """Resolve the arguments. The text's own words take the place of arguments that were not given."""
-    models, pipelines = [clues.model] if clues.model else [], list(clues.pipelines)
-    if model is not None:
-        with contextlib.suppress(ValueError):
-            pipelines = [known_pipeline("model", model)]
-            models = []
-        if pipelines != [model] or not model.startswith("wan"):
-            try:
-                models = [name for name in [named_model("model", model)] if name in shipped_models() or not pipelines]
-            except ArgumentError:
-                if not models and (not pipelines or pipelines == list(clues.pipelines)):
-                    raise
-        vaes = [name for name in map(_vae_of, pipelines) if name]
-        if not models or WAN in vaes:
-            models = vaes[:1]
-    models = [name for name in models if name != WAN]
-    is_named = bool(models or pipelines)
-    ops: list[str] = list(clues.ops) if op is None else [meant("op", op, OPS)]
-    runtimes: list[str] = list(clues.programs) if runtime is None else [meant("runtime", runtime, PROGRAM_NAMES)]
-    if gpu is not None:
-        cards = [find_gpu(gpu)]
-    elif clues.gpu and message.maker == "NVIDIA" and _has_size(clues.gpu, message):
-        cards = [clues.gpu]
-    else:
-        cards = _find_cards(message)
-    if not is_named:
-        models, pipelines = [*ALIKE], [*PIPELINES]
-    return _Asked(models, pipelines, ops, runtimes, cards, is_named)
-
-
-def _vae_of(pipeline: str) -> str:
-    """Return the name of a pipeline's VAE; "" for one without a name, which only the pipeline's runs have."""
-    vae = PIPELINES[pipeline].parts["vae"]
-    name = architecture(vae)["name"] if is_vae(vae) else ""
-    return name if name == WAN or name in _core.models() else ""
-
-
-def _has_size(card: Gpu, message: OomMessage) -> bool:
-    """Return whether a card has the memory that a message names."""
-    total = message.bytes.get("total")
-    return total is None or abs(card.reported_memory - total) < total // 20
-
-
-def _find_cards(message: OomMessage) -> list[Gpu]:
-    """List cards with the memory that a message names, one of each compute capability; or the nearest."""
-    size = message.bytes.get("total", USUAL_CARD)
-    maker = message.maker or "NVIDIA"
-    names = gpu_names() if maker == "NVIDIA" else coarse_names(maker)
-    cards = [find_gpu(name) for name in names] or [find_gpu(f"apple {round(size / 2**30)} GB", max(size, 1 << 30))]
-    least = min(abs(card.reported_memory - size) for card in cards)
-    within = max(least, message.within.get("total", 0))
-    near = [card for card in cards if abs(card.reported_memory - size) <= within]
-    return sorted(
-        {card.sm: card for card in reversed(near)}.values(),
-        key=lambda card: MANY.index(card.sm) if card.sm in MANY else len(MANY),
-    )
+        return _explain_whole(message, scope, notes)
+    return _explain_tensor(message, scope, has_gpu=gpu is not None, has_op=op is not None)
 
 
 # ---- a message about one tensor ----
 
 
-def _explain_tensor(message: OomMessage, clues: Clues, asked: _Asked, has_gpu: bool, has_op: bool) -> Explanation:
+def _explain_tensor(message: OomMessage, scope: Scope, has_gpu: bool, has_op: bool) -> Explanation:
     """Search the runs that request a tensor of a message's size, and the weights and scores of that size."""
-    through, is_weight = clues.parts, clues.is_weight
-    known = models_with(asked.pipelines) if asked.is_named else None
-    parts = [] if message.is_small and not asked.is_named else find_parts(message, through, is_weight, known)
-    full = _find_lacking(message, clues, asked, parts)
+    clues, through, is_weight = scope.clues, scope.clues.parts, scope.clues.is_weight
+    parts = [] if message.is_small and not scope.is_named else find_other_tensors(message, scope)
+    full = _find_lacking(message, scope, parts)
     runs: list[Found] = []
     if not message.is_small and "VAE" in through and not is_weight:
-        runs = find_runs(message, asked.models, asked.ops, asked.runtimes, asked.cards, clues.sizes)
-    if not (is_weight or message.is_tile or message.is_lowered) and (asked.is_named or not message.is_small):
+        runs = find_vae_runs(message, scope)
+    if not (is_weight or message.is_tile or message.is_lowered) and (scope.is_named or not message.is_small):
         may_denoise = "denoiser" in through and not has_op
-        names = [name for name in asked.pipelines if may_denoise or (PIPELINES[name].frames and "VAE" in through)]
+        names = [name for name in scope.pipelines if may_denoise or (PIPELINES[name].frames and "VAE" in through)]
         for of_video in (False, True):  # if no model is named, these are searched only if nothing else agrees
-            if asked.is_named or all(one.fit < (PLAYED if of_video else AGREES) for one in runs):
+            if scope.is_named or all(one.fit < (PLAYED if of_video else AGREES) for one in runs):
                 some = [name for name in names if bool(PIPELINES[name].frames) == of_video]
-                runs += find_pipeline_runs(message, some, clues, asked.cards[0], asked.is_named)
+                runs += find_pipeline_runs(message, scope, some)
         runs = [run for run in runs if PART_OF.get(run.match.op, "VAE") in (*through, "")]
         runs.sort(key=lambda one: one.order)
     ranked = _rank(message, runs, parts, bool(full), clues.sizes)
     has_vae = bool(runs) or any(part.model == A_VAE for part in parts)
-    notes = list(interpret(message, has_vae, through, is_weight))
+    notes = list(_interpret(message, has_vae, through, is_weight))
     if runs and not has_gpu and clues.gpu is None:
         notes.append(_name_card(message, runs[0].request.card.gpu))
     is_told = _identifies_first(runs, ranked)
@@ -268,8 +187,8 @@ def _explain_tensor(message: OomMessage, clues: Clues, asked: _Asked, has_gpu: b
         notes.append(NOT_EXAMINED)
     notes += [_say_lacking(full)] if full else []
     first = next((run for run in runs if run.match is ranked[0]), None) if ranked else None
-    few = {id(one) for kind in (Match, OtherTensor) for one in _some(ranked, kind)}
-    ranked = [one for one in ranked if id(one) in few]
+    kinds = [type(one) for one in ranked]
+    ranked = [one for i, one in enumerate(ranked) if kinds[:i].count(kinds[i]) < MOST_MATCHES]
     return Explanation(message.bytes, ranked, notes, _predict(message, first, clues.sizes), is_told)
 
 
@@ -290,10 +209,6 @@ def _rank(
     return fitting if any(one.height for one in fitting) else found
 
 
-def _some(ranked: Sequence[Match | OtherTensor], kind: type) -> list[Match | OtherTensor]:
-    return [one for one in ranked if isinstance(one, kind)][:MOST_MATCHES]
-
-
 def _identifies_first(runs: Sequence[Found], ranked: Sequence[Match | OtherTensor]) -> bool:
     """Return whether the first run agrees with all figures of the message, and better than anything else."""
     if not runs or runs[0].match is not ranked[0] or any(isinstance(one, OtherTensor) for one in ranked[1:2]):
@@ -312,7 +227,9 @@ def _predict(message: OomMessage, first: Found | None, sizes: Sequence[Size]) ->
         return None
     if isinstance(first.request, PipelineRequest):
         return PipelinePrediction(first.request)
-    return predict_rounded(first.request)
+    card = first.request.card
+    used = -(-card.used // ROUNDED) * ROUNDED  # so that a command can state it
+    return Prediction(replace(first.request, card=replace(card, used=used)))
 
 
 def _name_card(message: OomMessage, card: Gpu) -> str:
@@ -321,25 +238,56 @@ def _name_card(message: OomMessage, card: Gpu) -> str:
     return f"The message does not name the {missing}; assumed: {card.name}{' (same memory)' * has_size}."
 
 
+def _interpret(message: OomMessage, has_matches: bool, parts: list[str], is_weight: bool) -> Iterator[str]:
+    """Yield notes on a message's kind, its figures and the parts in its traceback."""
+    figures, size = message.bytes, message.bytes["requested"]
+    if message.kind.meaning:
+        yield f"{message.kind.meaning} {message.kind.advice}"
+    if message.is_small and message.is_native:
+        what = "less than 10 MiB" if size == MOST_SMALL else "less than 1 MiB" if size == SEGMENT_STEP else ""
+        what = f"may be for any tensor of {what}" if what else "is of a size that many tensors have"
+        yield (
+            f"PyTorch requested a segment of {size / MIB:g} MiB, which {what}: it does not identify the run. The card"
+            " was full before that."
+        )
+    elif message.is_small:
+        yield f"{size / MIB:.3g} MiB were requested, which many tensors have: the size does not identify the run."
+    elif is_weight:
+        yield "The traceback moves a weight to the card; no VAE has one of this size, so VAE runs were not searched."
+    elif "VAE" not in parts:
+        yield f"The traceback is in a {' and a '.join(parts)}, not in a VAE: VAE runs were not searched."
+    elif not has_matches and message.is_tile:
+        yield "No run of a tile has a tensor of this size, with the tiles that programs cut by default."
+    elif not has_matches:
+        yield (
+            "No VAE's run at a usual size has a tensor of this size: it was another part of the pipeline, such as the"
+            " denoiser, or another size. vaemem fits MODEL SIZE shows the memory of each part."
+        )
+    if message.is_tile and has_matches:
+        yield "It was raised in tiles, which ComfyUI and Forge retry in: the size is a tile's."
+    if "allocated" in figures and figures["allocated"] > figures.get("total", figures["allocated"]):
+        yield "More was allocated than the card has: Windows' driver had already spilled to host memory."
+    if figures.get("free", -1) >= size:
+        yield "The card had more free than was requested: the limit was lower, or the host's page file was full."
+
+
 # ---- weights that do not fit ----
 
 
-def _find_lacking(
-    message: OomMessage, clues: Clues, asked: _Asked, parts: Sequence[OtherTensor]
-) -> PipelineRequest | None:
+def _find_lacking(message: OomMessage, scope: Scope, parts: Sequence[OtherTensor]) -> PipelineRequest | None:
     """Return the pipeline whose weights do not all fit on the card, if the message may come from loading them."""
     total = message.bytes.get("total")
-    card = asked.cards[0]
-    if total is None and not asked.is_named:
+    card = scope.cards[0]
+    if total is None and not scope.is_named:
         return None
-    if total and not _has_size(card, message):
+    if total and not has_size(card, message):
         card = card._replace(total_memory=total)
     weights = {part.model for part in parts if part.height is None}
-    may_load = clues.is_weight or bool(weights) or message.is_small
-    if not may_load or not (asked.is_named or weights):
+    may_load = scope.clues.is_weight or bool(weights) or message.is_small
+    if not may_load or not (scope.is_named or weights):
         return None
-    for name in asked.pipelines:
-        if asked.is_named or weights & set(PIPELINES[name].parts.values()):
+    for name in scope.pipelines:
+        if scope.is_named or weights & set(PIPELINES[name].parts.values()):
             if full := lacks_room(name, Card(card)):
                 return full
     return None
@@ -368,9 +316,9 @@ def _command(q: PipelineRequest) -> str:
 # ---- messages without one tensor's size ----
 
 
-def _explain_whole(message: OomMessage, clues: Clues, asked: _Asked, notes: list[str]) -> Explanation:
+def _explain_whole(message: OomMessage, scope: Scope, notes: list[str]) -> Explanation:
     """Say what a message means that has no tensor's size, and what its traceback shows."""
-    kind = message.kind
+    kind, clues = message.kind, scope.clues
     notes += [f"{kind.meaning} {kind.advice}"] * bool(kind.meaning)
     if size := message.bytes.get("requested"):
         notes.append(f"{size / MIB:.0f} MiB were requested.")
@@ -379,10 +327,10 @@ def _explain_whole(message: OomMessage, clues: Clues, asked: _Asked, notes: list
         op = f", in its {clues.ops[0]}" * (clues.parts == ["VAE"] and len(clues.ops) == 1)
         notes.append(f"The traceback is in a {where}{op}.")
     full = None
-    if asked.is_named and kind.maker == "NVIDIA":
-        name, size_of = asked.pipelines[0] if asked.pipelines else asked.models[0], clues.sizes[:1] or ((1024, 1024),)
+    if scope.is_named and kind.maker == "NVIDIA":
+        name, size_of = scope.pipelines[0] if scope.pipelines else scope.models[0], clues.sizes[:1] or ((1024, 1024),)
         height, width = size_of[0]
-        card = asked.cards[0]
+        card = scope.cards[0]
         if not clues.is_unknown:
             words = ["vaemem", "fits", name, f"{height}x{width}", "--gpu", _short(card)]
             notes.append(f"Run {shlex.join(words)} to see the memory of each part of {name}.")
@@ -392,7 +340,7 @@ def _explain_whole(message: OomMessage, clues: Clues, asked: _Asked, notes: list
     return Explanation(message.bytes, (), notes, names_tensor=False)
 
 
-def _explain_graph(message: OomMessage, text: str, clues: Clues, asked: _Asked) -> Explanation:
+def _explain_graph(message: OomMessage, text: str, scope: Scope) -> Explanation:
     """Find a component's graph with a compute buffer, or with a product's copy in the pool, of this size."""
     is_weights = "params backend buffer" in message.kind.pattern
     component = name_component(text, is_weights)
@@ -402,8 +350,7 @@ def _explain_graph(message: OomMessage, text: str, clues: Clues, asked: _Asked) 
             " (--type q8_0), or --offload-to-cpu, need less of the card."
         )
         return Explanation(message.bytes, (), (note,), names_tensor=False)
-    models = [name for name in asked.models if name in LATENT_CHANNELS] if asked.is_named else ["sdxl", "flux"]
-    matches = find_graphs(message, component, models, asked.ops)
+    matches = find_graphs(message, scope, component)
     notes = [f"Graphs are those of {SDCPP_VERSION}."]
     if matches and matches[0].runtime == "sd.cpp" and matches[0].op in OPS:
         how = "vaemem plan MODEL HxW --runtime sd.cpp says how much"

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vaemem._common import MIB, grouped
+from vaemem.out_of_memory.candidates import Match
 from vaemem.out_of_memory.kinds import POOL
 from vaemem.out_of_memory.messages import OomMessage
-from vaemem.out_of_memory.runs import Match
+from vaemem.out_of_memory.scope import Scope
 from vaemem.out_of_memory.sizes import Areas, Size, list_sizes
-from vaemem.sdcpp.graphs import graph
+from vaemem.sdcpp.graphs import LATENT_CHANNELS, graph
 
 _MOST_SIDE = 4096  # pixels of a square that is tried
 _RANKS = range(4)  # of sizes: common ones, multiples of 64, and multiples of 8 in usual shapes
@@ -28,12 +29,13 @@ def name_component(text: str, is_weights: bool) -> str:
     return found[-1] if found else ""
 
 
-def find_graphs(message: OomMessage, component: str, models: Sequence[str], ops: Sequence[str]) -> list[Match]:
+def find_graphs(message: OomMessage, scope: Scope, component: str) -> list[Match]:
     """List runs of a component with a buffer of this size, the commonest first. component: "unet", or a VAE's for any
     other name."""
     size, is_pool = message.bytes["requested"], message.kind.size == POOL
+    models = [name for name in scope.models if name in LATENT_CHANNELS] if scope.is_named else ["sdxl", "flux"]
     found: list[tuple[int, int, Match]] = []
-    for run, options in _runs("unet" in component, models, ops):
+    for run, options in _runs("unet" in component, models, scope.ops):
         op, name, what = run
         if is_pool and options.get("conv_direct"):
             continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vaemem._common import MIB
@@ -133,36 +132,3 @@ def _bytes(text: str) -> tuple[int, int]:
     size = _UNITS[(unit or "b")[0].lower()]
     value = float(number) * size
     return round(value), 0 if size == 1 else size // (200 if "." in number else 2) + 1
-
-
-def interpret(message: OomMessage, has_matches: bool, parts: list[str], is_weight: bool) -> Iterator[str]:
-    """Yield notes on a message's kind, its figures and the parts in its traceback."""
-    figures, size = message.bytes, message.bytes["requested"]
-    if message.kind.meaning:
-        yield f"{message.kind.meaning} {message.kind.advice}"
-    if message.is_small and message.is_native:
-        what = "less than 10 MiB" if size == MOST_SMALL else "less than 1 MiB" if size == SEGMENT_STEP else ""
-        what = f"may be for any tensor of {what}" if what else "is of a size that many tensors have"
-        yield (
-            f"PyTorch requested a segment of {size / MIB:g} MiB, which {what}: it does not identify the run. The card"
-            " was full before that."
-        )
-    elif message.is_small:
-        yield f"{size / MIB:.3g} MiB were requested, which many tensors have: the size does not identify the run."
-    elif is_weight:
-        yield "The traceback moves a weight to the card; no VAE has one of this size, so VAE runs were not searched."
-    elif "VAE" not in parts:
-        yield f"The traceback is in a {' and a '.join(parts)}, not in a VAE: VAE runs were not searched."
-    elif not has_matches and message.is_tile:
-        yield "No run of a tile has a tensor of this size, with the tiles that programs cut by default."
-    elif not has_matches:
-        yield (
-            "No VAE's run at a usual size has a tensor of this size: it was another part of the pipeline, such as the"
-            " denoiser, or another size. vaemem fits MODEL SIZE shows the memory of each part."
-        )
-    if message.is_tile and has_matches:
-        yield "It was raised in tiles, which ComfyUI and Forge retry in: the size is a tile's."
-    if "allocated" in figures and figures["allocated"] > figures.get("total", figures["allocated"]):
-        yield "More was allocated than the card has: Windows' driver had already spilled to host memory."
-    if figures.get("free", -1) >= size:
-        yield "The card had more free than was requested: the limit was lower, or the host's page file was full."

@@ -8,11 +8,12 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from vaemem.out_of_memory.clues import Clues
+from vaemem.out_of_memory.candidates import AGREES, PLAYED, Found, Match
 from vaemem.out_of_memory.messages import OomMessage
-from vaemem.out_of_memory.refusals import AGREES, PLAYED, Calls, Refusals
-from vaemem.out_of_memory.runs import TELLING, TOLD, Found, Match
-from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Areas, Size, list_sizes
+from vaemem.out_of_memory.refusals import Calls, Refusals
+from vaemem.out_of_memory.scope import Scope
+from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Areas, Size, list_sizes, widen
+from vaemem.out_of_memory.vae_runs import TELLING, TOLD
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.diffusers_run import PipelineRun, play_pipeline
 from vaemem.pipelines.pipeline_arguments import PipelineArguments
@@ -30,7 +31,6 @@ _USUAL = 8  # sizes of the named model that are played, whatever tensors they ha
 _MOST_POINTS = 16  # sizes of a pipeline that are played
 _MOST = 257  # frames of a video that is searched
 _MOST_AREA = 1 << 23  # pixels of an image that is searched
-_NEARLY = 0.002  # of an area
 
 
 def request_for(
@@ -42,17 +42,15 @@ def request_for(
     return resolve_pipeline(given, card or Card(find_gpu(USUAL_GPU)), Software()).run_with(offload, "whole")
 
 
-def find_pipeline_runs(
-    message: OomMessage, names: Sequence[str], clues: Clues, gpu: Gpu, is_named: bool
-) -> list[Found]:
-    """List runs of pipelines that may have raised the message. is_named: whether they are the named model's."""
+def find_pipeline_runs(message: OomMessage, scope: Scope, names: Sequence[str]) -> list[Found]:
+    """List runs of some pipelines that may have raised the message."""
     found: list[Found] = []
     for name in names:
         known = PIPELINES[name]
-        for rank, size, frames in _points(message, name, clues, gpu, is_named):
+        for rank, size, frames in _points(message, name, scope):
             for offload in _WAYS:
                 with contextlib.suppress(ValueError):  # an impossible run
-                    request = request_for(name, size, frames, offload, Card(gpu))
+                    request = request_for(name, size, frames, offload, Card(scope.cards[0]))
                     found += _try_run(message, request, rank + (offload != _WAYS[0]) + (known.since > 0))
     return found
 
@@ -69,8 +67,9 @@ def lacks_room(name: str, card: Card) -> PipelineRequest | None:
 # ---- sizes and frames ----
 
 
-def _points(message: OomMessage, name: str, clues: Clues, gpu: Gpu, is_named: bool) -> Iterator[tuple[int, Size, int]]:
+def _points(message: OomMessage, name: str, scope: Scope) -> Iterator[tuple[int, Size, int]]:
     """Yield (rank, size, frames) of runs with a tensor of the message's size, the commonest first."""
+    clues, gpu, is_named = scope.clues, scope.cards[0], scope.is_named
     if not PIPELINES[name].frames:
         yield from ((TOLD, size, 1) for size in clues.sizes)
         if not clues.sizes or not is_named:
@@ -122,7 +121,7 @@ def _areas(name: str, gpu: Gpu, message: OomMessage) -> Areas:
                     base * (1 + (bound - at) / grows if power == 1 else (bound / at) ** 0.5) for bound in (low, high)
                 )
                 if 0 < least < _MOST_AREA:
-                    found.add((least * (1 - _NEARLY), min(most * (1 + _NEARLY), _MOST_AREA)))
+                    found.add(widen(least, most, _MOST_AREA))
         return sorted(found)
     return []
 
@@ -164,27 +163,22 @@ def _try_run(message: OomMessage, request: PipelineRequest, rare: int) -> list[F
     """Return a run if one of its steps may have been refused, played with the room that the message leaves it."""
     roles: list[str] = []
     refusals = Refusals(request, functools.partial(_play, roles, request), has_convs=False)
-    low, high = message.range
     full = refusals.at(message.room or request.card.available())
-    if full and low < full.bytes <= high:
-        figures, within = message.bytes, message.within
-        agrees = message.tells and abs(full.cached - figures["cached"]) <= within["cached"]
-        is_alone = "allocated" in figures and abs(full.allocated - figures["allocated"]) <= within["allocated"]
-        fit = PLAYED + (AGREES - PLAYED) * agrees + (agrees and is_alone)
+    if full and (fit := full.fit(message)):
         phase = refusals.phase_of(full)
-        return [Found(_match(request, phase, full.tensor, full.bytes, True, agrees), request, fit, rare)]
+        return [Found(_match(request, phase, full.tensor, full.bytes, fit), request, fit, rare)]
     fits = {} if message.is_small else refusals.fits(message, 0)
     if not fits:
         return []
     refused, fit = max(fits.items(), key=lambda one: one[1])
     role = roles[refused.call]
     phase = "decode" if role == "vae" else "denoise" if role in request.pipeline.denoisers else "encode prompt"
-    match = _match(request, phase, refused.tensor, refused.bytes, fit >= PLAYED, fit >= AGREES)
+    match = _match(request, phase, refused.tensor, refused.bytes, fit)
     return [Found(match, request, fit, rare)]
 
 
-def _match(request: PipelineRequest, phase: str, tensor: str, size: int, played: bool, agrees: bool) -> Match:
+def _match(request: PipelineRequest, phase: str, tensor: str, size: int, fit: int) -> Match:
     return Match(
         request.name, phase.rstrip(" 0123456789"), request.height, request.width, request.dtype, "diffusers",
-        tensor, size, None, played, agrees, request.frames, request.offload,
+        tensor, size, None, fit >= PLAYED, fit >= AGREES, request.frames, request.offload,
     )  # fmt: skip

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import MIB
+from vaemem.out_of_memory.candidates import AGREES, PLAYED
 from vaemem.out_of_memory.messages import SEGMENT_STEP, OomMessage
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.request import Request
 
-PLAYED, AGREES = 1, 2  # fits: refused there; and the figures agree
 STEPS = 4  # iterations to find the room that gives the allocated bytes
 SHARP = MIB  # a figure with a smaller error tells runs of rare sizes apart
 LOWERED = "[im2col]"  # a copy of a convolution's input for each element of its filter
@@ -27,18 +27,15 @@ class Storage(NamedTuple):
     elements: int = 0
 
 
-def list_steps(trace: _core.Trace, is_own: bool = False) -> list[Storage]:
+def list_steps(trace: _core.Trace, is_own: bool = False, has_convs: bool = True) -> list[Storage]:
     """List the allocation of each step of a call; 0 bytes for none. is_own: whether PyTorch keeps convolutions of
-    videos in half precision from cuDNN, and allocates their columns itself."""
+    videos in half precision from cuDNN, and allocates their columns itself. has_convs: whether columns count."""
     return [
-        _lowered(trace.convs[number], name, is_own) if op == "conv" else Storage(name, size if op == "take" else 0)
+        _lowered(trace.convs[number], name, is_own)
+        if op == "conv" and has_convs
+        else Storage(name, size if op == "take" else 0)
         for op, number, size, name in trace.steps
     ]
-
-
-def _takes(trace: _core.Trace) -> list[Storage]:
-    """List the same without columns of convolutions."""
-    return [Storage(name, size if op == "take" else 0) for op, _, size, name in trace.steps]
 
 
 def _lowered(fields: Any, name: str, is_own: bool) -> Storage:
@@ -65,8 +62,17 @@ class Refusal(NamedTuple):
     bytes: int
     allocated: int
     cached: int
-    free: int
     phase: int
+
+    def fit(self, message: OomMessage) -> int:
+        """Rate how well it agrees with a message: 0 if its size differs, `PLAYED`, `AGREES`; one more if nothing else
+        was on the card."""
+        figures, within, (low, high) = message.bytes, message.within, message.range
+        if not low < self.bytes <= high:
+            return 0
+        if not message.tells or abs(self.cached - figures["cached"]) > within["cached"]:
+            return PLAYED
+        return AGREES + int(abs(self.allocated - figures["allocated"]) <= within["allocated"])
 
 
 Calls = Sequence[tuple[_core.Trace, Any]]  # each with the most bytes that the process has at each step
@@ -75,8 +81,7 @@ Calls = Sequence[tuple[_core.Trace, Any]]  # each with the most bytes that the p
 class Refusals:
     """Plays a run with different room; each room once.
 
-    play: plays the request on a process by a protocol, and returns its calls. is_own: as in `list_steps`.
-    has_convs: whether a convolution's columns count, too
+    play: plays the request on a process by a protocol, and returns its calls. is_own, has_convs: as in `list_steps`
     """
 
     def __init__(
@@ -102,7 +107,7 @@ class Refusals:
             if not (self._has_convs or trace.wants(low, high, False, 1 << 62)):
                 most = max([most, *heights.tolist()])
                 continue
-            steps = list_steps(trace, self._is_own) if self._has_convs else _takes(trace)
+            steps = list_steps(trace, self._is_own, self._has_convs)
             for (op, *_), storage, height in zip(trace.steps, steps, heights.tolist(), strict=True):
                 may_fail = op != "conv" or message.is_lowered or storage.elements >= LEAST_LOWERED
                 if may_fail and low < storage.bytes <= high and most <= now + max(message.spare, storage.bytes):
@@ -128,15 +133,12 @@ class Refusals:
             except _core.OutOfMemoryError as full:
                 cached = full.reserved - full.allocated
                 name, phase = process.frames[full.tag], len(process.readings)
-                self._known[room] = Refusal(name, full.requested, full.allocated, cached, full.free, phase)
+                self._known[room] = Refusal(name, full.requested, full.allocated, cached, phase)
         return self._known[room]
 
     def fits(self, message: OomMessage, least: int) -> dict[Refusable, int]:
-        """Rate how well each request's refusal agrees with the message: 0, `PLAYED`, `AGREES`; one more if nothing else
-        was on the card.
-
-        least: at most this many bytes of the run's memory may not have been on the card.
-        """
+        """Rate each request, as `Refusal.fit`. least: at most this many bytes of the run's memory may not have been on
+        the card."""
         figures, within = message.bytes, message.within
         allocated = figures.get("allocated")
         fits = {
@@ -158,15 +160,12 @@ class Refusals:
 
     def _fit(self, message: OomMessage, request: Refusable, spare: int) -> int:
         """Rate one request with `spare` bytes cached and free."""
-        figures, within, best = message.bytes, message.within, 0
-        before, (low, high) = request.before, message.range
+        before, best = request.before, 0
         for _ in range(STEPS):
             full = self.at(before + spare)
-            if full is None or full.tensor != request.tensor or not low < full.bytes <= high:
+            if full is None or full.tensor != request.tensor or not (fit := full.fit(message)):
                 break
-            agrees = message.tells and abs(full.cached - figures["cached"]) <= within["cached"]
-            is_alone = abs(full.allocated - figures["allocated"]) <= within["allocated"]
-            best = max(best, PLAYED + agrees * (1 + is_alone))
+            best = max(best, fit)
             if before == full.allocated:
                 break
             before = full.allocated

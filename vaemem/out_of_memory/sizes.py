@@ -27,6 +27,8 @@ VIDEO_SIZES = (
 COMMON = 25  # of these sizes are much commoner than the others
 RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 10, 16 / 9, 2, 21 / 9)
 WIDEST = 2.4  # largest ratio of two sides
+LARGEST_AREA = 1 << 24  # pixels: few images are larger
+_NEARLY = 0.002  # of an area: tensors with padding grow a little slower
 _PARTS = 64, 8  # pixels: usual sides are multiples of the first, all sides of the second
 
 
@@ -58,3 +60,8 @@ def _divided(part: int, low: float, high: float) -> Iterator[Size]:
         first = max(math.ceil(low / short / part) * part, short)
         for long in range(first, int(min(high / short, WIDEST * short)) + 1, part):
             yield short, long
+
+
+def widen(least: float, most: float, largest: int = LARGEST_AREA) -> tuple[float, float]:
+    """Return a range of areas for a tensor that grows a little slower than the area."""
+    return least * (1 - _NEARLY), min(most * (1 + _NEARLY), largest)

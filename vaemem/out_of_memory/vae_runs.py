@@ -6,35 +6,23 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, MIB
+from vaemem.out_of_memory.candidates import AGREES, PLAYED, Found, Match
 from vaemem.out_of_memory.messages import OomMessage
-from vaemem.out_of_memory.refusals import (
-    AGREES,
-    LEAST_LOWERED,
-    LOWERED,
-    PLAYED,
-    SHARP,
-    Calls,
-    Refusable,
-    Refusals,
-    list_steps,
-)
-from vaemem.out_of_memory.sizes import MADE_SIZES, Areas, Size, list_sizes
-from vaemem.pipelines.pipeline_request import PipelineRequest
+from vaemem.out_of_memory.refusals import LEAST_LOWERED, LOWERED, SHARP, Calls, Refusable, Refusals, list_steps
+from vaemem.out_of_memory.scope import ALIKE, Scope
+from vaemem.out_of_memory.sizes import LARGEST_AREA, Areas, Size, list_sizes, widen
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.held_tensors import arch_key
-from vaemem.prediction.predict_vae import Prediction
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import Card, VAEArguments, VAERequest, resolve_vae
 from vaemem.prediction.runtimes import architecture, code_of, parameter_bytes
 
-# VAEs with different tensors: SDXL's are SD1.5's and Playground's, FLUX.1's are SD3's, Z-Image's and CogView4's.
-ALIKE = {"sdxl": "SD1.5, SDXL", "flux": "FLUX.1, SD3, Z-Image", "flux2": "FLUX.2", "qwen-image": "Qwen-Image"}
 # Releases of PyTorch that keep 3D convolutions in half precision from cuDNN (why_own in csrc/predict/workspace).
 # So they allocate other memory for the VAEs of videos. None is the default release.
 TORCH_RELEASES = None, "2.9.1"
@@ -43,91 +31,8 @@ TELLING = 64 * MIB  # many runs make smaller requests
 LISTED, RARE = [(0, 1)], [(2,), (3,), (4,)]  # ranks of sizes that are searched together
 TOLD = -5  # rank of a size that the text names: more common than any other
 MOST_PLAYS = 1500  # of all runs: seconds
-ROUNDED = 10**8  # bytes: unit for memory held by others
 REFERENCE = 1024  # pixels a side of a run from whose tensors other areas follow
-_LARGEST = 1 << 24  # pixels: few images are larger
-NEARLY = 0.002  # of an area: tensors with padding grow a little slower
 MOST_CHANNELS = 512  # of a convolution, for each pixel of the image
-
-
-class Match(NamedTuple):
-    """A run that makes the request of a message.
-
-    Attributes
-    ----------
-    models : str
-        VAEs with this tensor.
-    op, height, width, dtype, runtime : str or int
-        The run; of a tile if the message is about one.
-    tensor : str
-        The module that allocates, and what.
-    bytes : int
-        Exact size of the tensor.
-    beside : int or None
-        Bytes that PyTorch had allocated besides the run's own tensors: all weights, and other models.
-    played : bool
-        Whether this run, played on such a card with `beside` allocated, runs out at this tensor.
-    agrees : bool
-        Whether its reserved but unallocated bytes then agree with the message, to the printed digits.
-    frames : int
-        Frames of the video; 1 for an image.
-    offload : str
-        How a whole pipeline is offloaded; "" for a VAE alone.
-    also : tuple of (int, int)
-        Other sizes with the same memory.
-    """
-
-    models: str
-    op: str
-    height: int
-    width: int
-    dtype: str
-    runtime: str
-    tensor: str
-    bytes: int
-    beside: int | None
-    played: bool
-    agrees: bool = False
-    frames: int = 1
-    offload: str = ""
-    also: tuple[tuple[int, int], ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """As `Explanation.to_dict` has it, with `beside` as ``beside_bytes``.
-
-        Examples
-        --------
-        >>> from vaemem.out_of_memory.runs import Match
-        >>> Match("sdxl", "decode", 64, 64, "float16", "diffusers", "conv_in", 9, 5, True).to_dict()["beside_bytes"]
-        5
-        """
-        return {"beside_bytes" if name == "beside" else name: value for name, value in self._asdict().items()}
-
-    def __str__(self) -> str:
-        held = "" if self.beside is None else f"; PyTorch held {self.beside / MIB:.0f} MiB besides its tensors"
-        size = " or ".join(f"{height}x{width}" for height, width in ((self.height, self.width), *self.also))
-        frames = f", {self.frames} frames," if self.frames > 1 else ""
-        way = f", offload {self.offload}" if self.offload else ""
-        return (
-            f"{self.models} {self.op} {size}{frames} {self.dtype} by {self.runtime}{way}: {self.tensor},"
-            f" {self.bytes / MIB:.0f} MiB{held}"
-        )
-
-
-class Found(NamedTuple):
-    """A match and its request. fit: how well it agrees, from 0; rare: how unusual the run is."""
-
-    match: Match
-    request: VAERequest | PipelineRequest
-    fit: int
-    rare: int
-
-    @property
-    def order(self) -> tuple[int, int, int, int]:
-        """The likeliest have the least: how well a run agrees comes first, then how common it is."""
-        size = self.match.height, self.match.width
-        common = MADE_SIZES.index(size) if size in MADE_SIZES else len(MADE_SIZES)
-        return -min(self.fit, AGREES), self.rare, -self.fit, common
 
 
 class _Kind(NamedTuple):
@@ -151,21 +56,19 @@ class _Kind(NamedTuple):
         return resolve_vae(VAEArguments(self.model, self.op, height, width, dtype=self.dtype, **settings))
 
 
-def find_runs(
-    message: OomMessage, models: Sequence[str], ops: Sequence[str], runtimes: Sequence[str], cards: Sequence[Gpu],
-    told: Sequence[Size] = (),
-) -> list[Found]:  # fmt: skip
+def find_vae_runs(message: OomMessage, scope: Scope) -> list[Found]:
     """List runs that may have raised the message, the likeliest first.
 
-    Common sizes are searched before rare ones, on every card, until a run agrees with all figures. told: sizes that the
-    text names. If a run of one of them fits, others are not searched.
+    Common sizes are searched before rare ones, on every card, until a run agrees with all figures. If a run of a size
+    that the text names fits, others are not searched.
     """
     found: list[Found] = []
-    plays = MOST_PLAYS
+    plays, told = MOST_PLAYS, scope.clues.sizes
     ranks = LISTED + RARE if message.bytes["requested"] >= TELLING and not message.is_tile else LISTED
     ranks = [(TOLD,)] * bool(told and not message.is_tile) + ranks
-    for some, card in itertools.product(ranks, cards):
-        kinds = [_Kind(*one, card) for one in itertools.product(models, ops, runtimes, ("float16", "float32"))]
+    for some, card in itertools.product(ranks, scope.cards):
+        runs = itertools.product(scope.models, scope.ops, scope.runtimes, ("float16", "float32"))
+        kinds = [_Kind(*one, card) for one in runs]
         of_video = [kind for kind in kinds if _is_of_video(kind)]
         kinds += [kind._replace(torch=release) for kind in of_video for release in TORCH_RELEASES[1:]]
         for rank, kind in itertools.product(some, sorted(kinds, key=_rarity)):
@@ -240,8 +143,8 @@ def _areas(kind: _Kind, message: OomMessage) -> Areas:
     found: list[tuple[float, float]] = []
     for size, power in _growths(*kind[:4], kind.card.sm):
         least, most = (REFERENCE**2 * (bound / size) ** (1 / power) for bound in (low, high))
-        if least <= _LARGEST:
-            found.append((least * (1 - NEARLY), min(most * (1 + NEARLY), _LARGEST)))
+        if least <= LARGEST_AREA:
+            found.append(widen(least, most))
     merged: list[tuple[float, float]] = []
     for least, most in sorted(found):
         if merged and least <= merged[-1][1]:
@@ -322,9 +225,3 @@ def _rank_runs(runs: Iterable[Found]) -> list[Found]:
 def _weights(model: str, dtype: str) -> int:
     """Return the bytes of a VAE's weights."""
     return sum(parameter_bytes(arch_key(architecture(model)), "diffusers", dtype).values())
-
-
-def predict_rounded(request: VAERequest) -> Prediction:
-    """Predict with memory held by others rounded up, so that a command can state it."""
-    card = request.card
-    return Prediction(replace(request, card=replace(card, used=-(-card.used // ROUNDED) * ROUNDED)))

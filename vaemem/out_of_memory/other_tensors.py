@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
-from vaemem._common import MIB
+from vaemem.out_of_memory.candidates import OtherTensor
 from vaemem.out_of_memory.messages import OomMessage
-from vaemem.out_of_memory.sizes import list_sizes
+from vaemem.out_of_memory.scope import Scope
+from vaemem.out_of_memory.sizes import LARGEST_AREA, list_sizes
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.recorded_modules import load_program, recorded
 
@@ -29,7 +29,6 @@ ATTENTIONS = {
     "pixart-sigma-transformer": (16, 16, 0), "flux-fill-transformer": (24, 16, 512),
     "qwen-image-transformer": (24, 16, 82), "chroma-transformer": (24, 16, 512),
 }  # fmt: skip
-_MOST_AREA = 1 << 24  # pixels of an image with scores
 NOT_EXAMINED = (
     "Searched: runs of one image by VAEs, runs of one image or video by the pipelines of SD 1.5, SD 2.1, SDXL, SD 3,"
     " PixArt-Sigma, FLUX.1, FLUX.2, Chroma, Qwen-Image, Z-Image, Wan 2.1 and Wan 2.2 5B, their weights, and attention"
@@ -37,52 +36,13 @@ NOT_EXAMINED = (
 )
 
 
-class OtherTensor(NamedTuple):
-    """A weight of a denoiser or text encoder, or an attention's scores, with the bytes of a message.
-
-    Attributes
-    ----------
-    model : str
-        The recorded module, or "a VAE".
-    tensor : str
-        The first weight of this size, or the scores.
-    alike : int
-        Number of weights of this size; 1 for scores.
-    dtype : str
-        Type of its numbers.
-    height, width : int or None
-        For scores, the image in pixels.
-    bytes : int
-        Exact size of the tensor.
-    """
-
-    model: str
-    tensor: str
-    alike: int
-    dtype: str
-    height: int | None
-    width: int | None
-    bytes: int
-
-    def __str__(self) -> str:
-        like = f", one of {self.alike} like it" if self.alike > 1 else ""
-        image = f" at {self.height}x{self.width}" if self.height else ""
-        return f"{self.model}{image}: {self.tensor} in {self.dtype}, {self.bytes / MIB:.0f} MiB{like}"
-
-
-def models_with(pipelines: Sequence[str]) -> set[str]:
-    """Return the recorded modules of some pipelines, and their VAEs."""
-    return {part for name in pipelines for part in PIPELINES[name].parts.values()} | {A_VAE}
-
-
-def find_parts(
-    message: OomMessage, parts: Sequence[str], is_weight: bool, among: Collection[str] | None = None
-) -> list[OtherTensor]:
-    """List weights and scores in some parts of a pipeline. is_weight: whether only weights can match. among: the
-    recorded modules to search, by default all."""
-    low, high = message.range
+def find_other_tensors(message: OomMessage, scope: Scope) -> list[OtherTensor]:
+    """List weights and scores in the parts of a pipeline that the traceback is in."""
+    (low, high), parts = message.range, scope.clues.parts
     names = [name for name in recorded() if ("denoiser" if _denoises(name) else "text encoder") in parts]
-    names = [name for name in names if among is None or name in among]
+    if scope.is_named:
+        known = {part for name in scope.pipelines for part in PIPELINES[name].parts.values()}
+        names = [name for name in names if name in known]
     names = [name for name in names if "controlled" not in name]  # these have the UNet's weights and scores
     found = [
         OtherTensor(name, tensor, count, dtype, None, None, numbers * size)
@@ -92,7 +52,7 @@ def find_parts(
     ]
     names += [A_VAE] * ("VAE" in parts)
     ranks = range(4) if message.is_exact else range(2)  # exact bytes identify rare sizes
-    return found if is_weight else [*found, *_scores(low, high, names, ranks)]
+    return found if scope.clues.is_weight else [*found, *_scores(low, high, names, ranks)]
 
 
 def _denoises(name: str) -> bool:
@@ -118,7 +78,7 @@ def _scores(low: int, high: int, names: Sequence[str], ranks: Iterable[int]) -> 
         if name not in names or (images > 1 and is_alone):
             continue
         least, most = ((max(math.sqrt(at / (heads * images * size)) - text, 0)) * side**2 for at in (low, high))
-        for height, width in (one for rank in ranks for one in list_sizes(rank, [(least, min(most, _MOST_AREA))])):
+        for height, width in (one for rank in ranks for one in list_sizes(rank, [(least, min(most, LARGEST_AREA))])):
             tokens = -(-height // side) * -(-width // side) + text
             scores = images * heads * tokens**2 * size
             if low < scores <= high:
