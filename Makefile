@@ -59,10 +59,10 @@ reproduce: $(VENV)/test.stamp ## judges what others published; ONLY="guide note"
 	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks $(BIN)/python -m published $(ONLY)
 
 scoreboard: $(VENV)/test.stamp ## scores estimators on published measurements; writes docs/ESTIMATORS.md (seconds)
-	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks $(BIN)/python benchmarks/scoreboard.py
+	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks $(BIN)/python -m measurements.scoreboard
 
 drift: $(VENV)/test.stamp ## records pipelines again with what is installed, and reports what differs (hours; ONLY="krea2 sana")
-	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks COMFYUI=$(COMFYUI) $(BIN)/python benchmarks/drift.py $(ONLY)
+	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks/recording COMFYUI=$(COMFYUI) $(BIN)/python benchmarks/recording/drift.py $(ONLY)
 
 gpu: ## what needs a GPU; ONLY="build test check bench", or "pack session" for a borrowed one (.ci/gpu)
 	$(if $(filter pack session,$(ONLY)),$(MAKE) $(VENV)/test.stamp)

@@ -12,7 +12,6 @@ figures are medians.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,7 +21,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import median
+from common import median, parser_of
 
 import vaemem
 
@@ -75,10 +74,7 @@ def run(script: str, folder: Path, threads: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = parser_of(__doc__, size=512, rounds=3, threads=2)
     args = parser.parse_args()
     scripts = {"vaemem": OURS, "PyTorch and diffusers": PEER}
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in scripts}

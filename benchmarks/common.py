@@ -8,6 +8,7 @@ Environment:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import ctypes
@@ -15,19 +16,38 @@ import gc
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = Path(os.environ.get("VAEMEM_RESULTS") or HERE / "results")
 # For _kernels.peak: about a tenth of a second with AVX-512. Tests, which read no rates, ask for fewer.
 PEAK_ROUNDS = int(os.environ.get("VAEMEM_PEAK_ROUNDS") or 50_000_000)
+
+
+# Arguments that several benchmarks have. Each gives its own default.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "size": {"type": int, "help": "pixels a side of the square"},
+    "rounds": {"type": int, "help": "runs of each, in turns"},
+    "threads": {"type": int},
+    "case_seconds": {"type": float, "help": "rounds end then, once there are three"},
+    "device": {"choices": ["cuda", "cpu"]},
+    "small": {"action": "store_true", "help": "a small case, to try the script"},
+}
+
+
+def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark with these of `ARGUMENTS`. doc: the benchmark's docstring"""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **ARGUMENTS[name])
+    return parser
 
 
 class Worker:
@@ -89,10 +109,6 @@ def settled_rss() -> int:
 def reset_peak_rss() -> None:
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")
-
-
-def median(values: list[float]) -> float:
-    return statistics.median(values)
 
 
 def _cpuinfo(field: str) -> str:

@@ -49,7 +49,7 @@ from typing import Any
 
 import common
 import numpy as np
-from common import Worker, median, peak_rss, reset_peak_rss, serve, settled_rss, write_csv
+from common import Worker, median, parser_of, peak_rss, reset_peak_rss, serve, settled_rss, write_csv
 from memory import ARCHITECTURE, SMALL
 
 MIB = 2**20
@@ -500,7 +500,7 @@ def contestant(name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=5, threads=2, small=False)
     parser.add_argument("--model", default="sdxl", choices=list(CLASSES))
     parser.add_argument("--op", default=["decode"], nargs="+", choices=["decode", "encode"])
     parser.add_argument("--size", default=[512], nargs="+", type=int)
@@ -508,10 +508,7 @@ def main() -> None:
     parser.add_argument("--precision", default=["highest"], nargs="+", choices=PRECISIONS)
     names = ["vaemem", "torch", "torch-tuned", "openvino"]
     parser.add_argument("--contestants", default=names, nargs="+", type=contestant)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--check", type=int, default=128, help="the size at which errors are measured")
-    parser.add_argument("--small", action="store_true", help="a small model, to see that it runs")
     parser.add_argument("--bars", action="store_true", help="measure nothing, compare what there is with the bars")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch_vae
-from common import Machine, median, write_csv
+from common import Machine, median, parser_of, write_csv
 from contest import ELEMENT, Case, Contestant, Elsewhere, Ours, Peer, Setup, about, attempt, contest, hosted_data
 from torch.nn import functional as F
 from torch_vae import AutoencoderKL
@@ -307,7 +307,7 @@ def show_passes(lines: list[dict[str, Any]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=15, case_seconds=8, device="cuda", small=False)
     parser.add_argument("--models", nargs="+", default=["flux", "sdxl"], choices=["sd15", "sdxl", "flux"])
     parser.add_argument("--dtypes", nargs="+", choices=list(ELEMENT), help="all four; float32 on the CPU")
     parser.add_argument("--ops", nargs="+", default=["decode", "encode"], choices=["decode", "encode"])
@@ -320,12 +320,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--parts", action="store_true", help="with PyTorch's time for each pass; implies --passes")
     parser.add_argument("--convolution", default="auto", choices=["auto", "cudnn", "own"], help="of ours, for --passes")
     parser.add_argument("--ablation", action="store_true", help="this table instead")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--case-seconds", type=float, default=8, help="rounds end then, once there are three")
     parser.add_argument("--errors-up-to", type=int, default=1024, help="size to which a reference is computed")
     parser.add_argument("--label", default="", help="appended to the CSV files' names")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--small", action="store_true", help="a small model, to try this script")
     args = parser.parse_args(argv)
     args.suffix = f"_{args.label}" if args.label else ""
     args.passes |= args.parts

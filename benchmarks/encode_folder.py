@@ -13,14 +13,13 @@ less; the largest resident size of the process, and the size after loading.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-from common import Worker, median, peak_rss, reset_peak_rss, serve, settled_rss, where, write_csv
+from common import Worker, median, parser_of, peak_rss, reset_peak_rss, serve, settled_rss, where, write_csv
 
 MIB = 2**20
 
@@ -109,12 +108,9 @@ def check_agreement(ours: Path, theirs: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=512)
+    parser = parser_of(__doc__, size=512, rounds=3, threads=2)
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="diffusers' batches")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="sdxl", help="or a config's path, for tests")
     parser.add_argument("--worker", type=json.loads)
     args = parser.parse_args()

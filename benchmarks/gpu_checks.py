@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 import numpy as np
-from common import append_row, median
+from common import append_row, median, parser_of
 
 import vaemem
 
@@ -210,11 +210,10 @@ CHECKS = {"one": one, "dlpack": dlpack, "repeats": repeats, "limits": limits, "v
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, size=1024)
     parser.add_argument("check", choices=CHECKS)
     parser.add_argument("convolution", nargs="?", choices=["own", "cudnn"], default="own")
     parser.add_argument("--dtype", choices=list(TOLERANCE), default="bfloat16")
-    parser.add_argument("--size", type=int, default=1024, help="pixels of the decoded square that is timed")
     parser.add_argument("--compare", type=int, default=256, help="pixels of the one that is compared with the CPU")
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--with-torch", action="store_true", help="import torch first")

@@ -9,12 +9,11 @@ saves as a share of a tile's decode (SDXL's VAE in bfloat16, torch_vae.py). Writ
 
 from __future__ import annotations
 
-import argparse
 import math
 
 import torch
 import torch_vae
-from common import Machine, commit, median, write_csv
+from common import Machine, commit, median, parser_of, write_csv
 from contest import Case
 from torch.nn import functional as F
 
@@ -53,12 +52,9 @@ def pairs(part: str, tile: int, place: torch.device, module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=15, device="cuda", small=False)
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--tile", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--small", action="store_true", help="a small model, to see that it runs")
     args = parser.parse_args()
     machine = Machine(args.device, args.small)
     case = Case("sdxl", "decode", args.tile, "bfloat16", small=args.small)

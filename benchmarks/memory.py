@@ -42,7 +42,7 @@ from pathlib import Path
 
 import common
 import numpy as np
-from common import Worker, median, peak_rss, reset_peak_rss, serve, settled_rss, where, write_csv
+from common import Worker, median, parser_of, peak_rss, reset_peak_rss, serve, settled_rss, where, write_csv
 
 MIB = 2**20
 PICTURE = common.HERE.parent / "docs" / "images" / "memory.svg"
@@ -376,12 +376,9 @@ def plot(tables: list[list[dict[str, str]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, size=1024, rounds=3, threads=2)
     parser.add_argument("--op", default="decode", choices=["decode", "encode"])
-    parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--limits", type=float, nargs="*", help="in T, besides the weights")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tile", type=int, default=512, help="side of PyTorch's tiles in pixels")
     parser.add_argument("--markdown", action="store_true", help="measure nothing, print what there is")

@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import PEAK_ROUNDS, median, where, write_csv
+from common import PEAK_ROUNDS, median, parser_of, where, write_csv
 from decode import DTYPES, PRECISIONS, architecture, errors_of, inputs
 
 import vaemem
@@ -158,15 +158,11 @@ def single(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, size=512, rounds=9, threads=2, small=False)
     parser.add_argument("--op", default=["decode", "encode"], nargs="*", choices=["decode", "encode"])
-    parser.add_argument("--size", type=int, default=512)
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--precision", default="highest", choices=PRECISIONS)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--backend", help="instead of the best that there is")
-    parser.add_argument("--small", action="store_true", help="a small model, the tests' shapes")
     args = parser.parse_args()
     usable = [name for name, can in _core.backends(args.dtype, args.precision) if can]
     args.backend = args.backend or usable[0]

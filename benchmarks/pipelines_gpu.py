@@ -29,7 +29,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from common import RESULTS, append_row, commit
+from common import RESULTS, append_row, commit, parser_of
 
 STEPS, MIB = 2, 1 << 20
 KEPT = Path(__file__).parent / "results"
@@ -433,7 +433,7 @@ def show(path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, device="cuda", small=False)
     parser.add_argument("--cases", nargs="*", help="their names; by default all")
     parser.add_argument("--missing", action="store_true", help="only cases without rows in benchmarks/results")
     parser.add_argument("--jobs", type=int, default=5, help="cases that run at once")
@@ -442,8 +442,6 @@ def main() -> int:
     parser.add_argument("--gpu-memory", type=float, default=76, help="GB of the card that all cases may take")
     parser.add_argument("--host-memory", type=float, default=120, help="GB of the host that all cases may take")
     parser.add_argument("--traces", help="a folder for each case's allocations and frees")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--small", action="store_true", help="images of 64x64 pixels")
     parser.add_argument("--list", action="store_true", help="show the cases")
     parser.add_argument("--compare", type=Path, metavar="CSV", help="show measurements next to predictions")
     parser.add_argument("--case", help=argparse.SUPPRESS)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from common import median, where, write_csv
+from common import median, parser_of, where, write_csv
 
 import vaemem
 
@@ -225,12 +225,11 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--model", action="store_true", help="model threads that this machine lacks")
     parser.add_argument("--threads", nargs="+", type=int)
     parser.add_argument("--size", type=int, help="pixels of the decoded square")
     parser.add_argument("--dtypes", nargs="+")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limits", nargs="+", type=float, default=[0.0, 1.2])
     parser.add_argument("--passes", action="store_true", help="print the passes of a modelled run, too")
     args = parser.parse_args(argv)

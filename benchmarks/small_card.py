@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from common import Machine, commit, write_csv
+from common import Machine, commit, parser_of, write_csv
 
 import vaemem
 from vaemem import pytorch
@@ -121,11 +121,10 @@ def run_here(check: str, free: int, small: bool) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, small=False)
     parser.add_argument("--free", nargs="+", type=int, default=[8, 12], help="GiB that the ballast leaves")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--seconds", type=float, default=60, help="of a check")
-    parser.add_argument("--small", action="store_true")
     parser.add_argument("--here", choices=CHECKS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:

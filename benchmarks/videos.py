@@ -11,7 +11,6 @@ its calls. Times are medians of rounds in turns.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from common import write_csv
+from common import parser_of, write_csv
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 
 import vaemem
@@ -114,14 +113,12 @@ def times(arch: dict[str, Any], size: str, frames: int, dtype: str, rounds: int,
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, rounds=3, threads=2)
     parser.add_argument("what", choices=["memory", "time"])
     parser.add_argument("--model", choices=MODELS, default="wan2.1")
     parser.add_argument("--sizes", nargs="+")
     parser.add_argument("--frames", type=int)
     parser.add_argument("--dtypes", nargs="+")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     is_memory = args.what == "memory"
     sizes = args.sizes or (["480x832", "720x1280"] if is_memory else ["256x256"])

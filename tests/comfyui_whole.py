@@ -9,7 +9,7 @@ compared.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "recording"))
 from comfyui_workflow import Workflow, read_row
 
 import vaemem

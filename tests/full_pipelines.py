@@ -11,7 +11,7 @@ import torch
 import transformers
 from diffusers.image_processor import VaeImageProcessor
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "recording"))
 
 from modules import MODULES, make
 from torch_vaes import OneFrame, diffusers_vae

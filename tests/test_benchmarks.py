@@ -22,7 +22,7 @@ import common
 import decode
 import memory
 import passes
-import predictions
+import prediction_seconds
 import tools
 from cases import Attention, Conv
 from decode import Bar, Case, Entry
@@ -537,13 +537,13 @@ def test_single_passes(monkeypatch, case, dtype, element):
 
 @pytest.mark.thorough
 def test_predictions(tmp_path):
-    header, *lines = run("predictions.py", "--sizes 2", tmp_path).splitlines()
+    header, *lines = run("prediction_seconds.py", "--sizes 2", tmp_path).splitlines()
     assert header.startswith("CPU ms, medians")
     names, counts, figures = zip(*(line.split() for line in lines), strict=True)
     assert (names, counts) == (("predict", "predict_pipeline", "plan_pipeline"), ("2", "2", "1"))
     assert all(float(figure) > 0 for figure in figures)
-    header, line, *_ = run("predictions.py", "--commands fits", tmp_path).splitlines()
+    header, line, *_ = run("prediction_seconds.py", "--commands fits", tmp_path).splitlines()
     assert header.startswith("seconds: CPU, elapsed") and line.startswith("fits sdxl decode 1024")
     assert all(float(seconds) > 0 for seconds in line.split()[-2:])
-    sizes = list(predictions.sizes(400))
+    sizes = list(prediction_seconds.sizes(400))
     assert len(set(sizes)) == 400 and not any(side % 8 for size in sizes for side in size)

@@ -19,7 +19,7 @@ from errors import refused
 from vaemem.engine.cudnn_path import find_cudnn
 from vaemem.prediction.gpus import find_gpu
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "recording"))
 
 import ask_cudnn
 

@@ -1,4 +1,4 @@
-"""Asking an installed cuDNN (benchmarks/ask_cudnn.py): what it is asked, and what it answers."""
+"""Asking an installed cuDNN (benchmarks/recording/ask_cudnn.py): what it is asked, and what it answers."""
 
 import shutil
 import subprocess
@@ -13,10 +13,10 @@ from vaemem.prediction import profiles
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.profiles import Conv
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-if not BENCHMARKS.exists():
+RECORDING = Path(__file__).parents[1] / "benchmarks" / "recording"
+if not RECORDING.exists():
     pytest.skip("the sources are not here", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(RECORDING))
 
 from ask_cudnn import Cudnn
 

@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = [pytest.mark.core, pytest.mark.python]
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "families.py"
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "recording" / "families.py"
 CALLED = "    def __call__(self, {taken}):\n        return Output(images=[])\n"
 SILENT = "    def __call__(self, prompt):\n        pass\n"
 BUILT = "    def __init__(self, vae: {kind}):\n        pass\n"

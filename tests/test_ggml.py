@@ -1,4 +1,4 @@
-"""What stable-diffusion.cpp takes, simulated, beside what it reserved itself (benchmarks/sdcpp_buffers.py)."""
+"""What stable-diffusion.cpp takes, simulated, beside what it reserved (benchmarks/recording/sdcpp_buffers.py)."""
 
 from __future__ import annotations
 

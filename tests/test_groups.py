@@ -18,12 +18,12 @@ diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-if not BENCHMARKS.exists():
+RECORDING = Path(__file__).parents[1] / "benchmarks" / "recording"
+if not RECORDING.exists():
     pytest.skip("the sources are not here", allow_module_level=True)
 if int(diffusers.__version__.split(".")[1]) < 42:
     pytest.skip("groups are those of diffusers 0.42", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(RECORDING))
 
 from diffusers.hooks import apply_group_offloading, group_offloading, layerwise_casting
 from errors import refused

@@ -19,8 +19,8 @@ from vaemem.prediction.gpus import find_gpu
 
 pytestmark = [pytest.mark.core, pytest.mark.python]
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+RECORDING = Path(__file__).parents[1] / "benchmarks" / "recording"
+sys.path.insert(0, str(RECORDING))
 
 
 def attach(layer, ranks):
@@ -56,7 +56,7 @@ def test_pairs_take_what_peft_takes(monkeypatch):
     takes the place of the layer's output."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
-    if not BENCHMARKS.exists():
+    if not RECORDING.exists():
         pytest.skip("the sources are not here")
     import record_modules
     from modules import MODULES, Module, points, products

@@ -20,8 +20,8 @@ from vaemem.prediction.process import SimulatedProcess
 
 pytestmark = [pytest.mark.core, pytest.mark.python]
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+RECORDING = Path(__file__).parents[1] / "benchmarks" / "recording"
+sys.path.insert(0, str(RECORDING))
 
 # Without those that differ in numbers of layers and channels, or in what is kept.
 ALIKE = (
@@ -48,7 +48,7 @@ def modules():
     pytest.importorskip("torch")
     pytest.importorskip("diffusers")
     pytest.importorskip("transformers")
-    if not BENCHMARKS.exists():
+    if not RECORDING.exists():
         pytest.skip("the sources are not here")
     import modules
 
@@ -351,5 +351,5 @@ def test_files_are_as_the_recorder_writes_them(modules):
     from record_modules import layout
 
     for name in recorded_modules.recorded():
-        text = (BENCHMARKS.parent / "vaemem" / "data" / "modules" / f"{name}.json").read_text("utf-8")
+        text = (RECORDING.parents[1] / "vaemem" / "data" / "modules" / f"{name}.json").read_text("utf-8")
         assert text == layout(json.loads(text)) + "\n"

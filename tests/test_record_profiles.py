@@ -13,10 +13,10 @@ from vaemem.prediction import profiles
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.profiles import Conv, formula_bytes
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-if not BENCHMARKS.exists():
+RECORDING = Path(__file__).parents[1] / "benchmarks" / "recording"
+if not RECORDING.exists():
     pytest.skip("the sources are not here", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(RECORDING))
 
 import record_profiles
 import rule_errors

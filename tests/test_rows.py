@@ -16,14 +16,14 @@ from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.prediction.recording_files import PACKAGED
 
 ROWS = [name for name, kind in PIPELINES.items() if kind.recording.startswith(PACKAGED)]
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+RECORDING = Path(__file__).parents[1] / "benchmarks" / "recording"
 FILES = resources.files("vaemem").joinpath("data", "pipelines")
 
 
-@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="needs the sources")
+@pytest.mark.skipif(not RECORDING.is_dir(), reason="needs the sources")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_list_of_facts_says_what_rows_and_recordings_do(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(RECORDING))
     import record_rows
 
     listed = json.loads(shipped("pipelines.json"))[name]

@@ -1,4 +1,4 @@
-"""benchmarks/measurements and benchmarks/scoreboard.py: the rows' words, what an estimator answers, and the page."""
+"""benchmarks/measurements: the rows' words, what an estimator answers, and the page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from errors import refused
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import scoreboard
-import scoreboard_page
-from measurements import clean
+from measurements import clean, scoreboard, scoreboard_page
+from measurements.scoreboard import Answer, Estimator, ask, score, wrong_cards
 from measurements.vocabulary import SOURCE_COLUMNS, Measurement, parse, read_rows, read_sources
-from scoreboard import Answer, Estimator, ask, score, wrong_cards
 
 from vaemem.tables.contribution import CONTRIBUTED as COLUMNS
 from vaemem.tables.contribution import contribution

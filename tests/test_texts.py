@@ -15,7 +15,7 @@ from vaemem.pipelines.pipeline_text import PipelineText, load_text, play_text
 
 pytestmark = [pytest.mark.core, pytest.mark.python]
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+RECORDING = Path(__file__).parents[1] / "benchmarks" / "recording"
 AT = dict.fromkeys("n h w f l a p y x q k t m s e v g u c i".split(), 1)
 
 
@@ -266,9 +266,9 @@ def test_what_is_freed_after_a_call_is_counted_with_its_outputs():
 def recorder():
     for package in ("torch", "diffusers", "transformers"):
         pytest.importorskip(package)
-    if not BENCHMARKS.exists():
+    if not RECORDING.exists():
         pytest.skip("the sources are not here")
-    sys.path.insert(0, str(BENCHMARKS))
+    sys.path.insert(0, str(RECORDING))
     import record_pipelines
 
     return record_pipelines

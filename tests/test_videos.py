@@ -112,7 +112,7 @@ def test_a_latents_pixel_covers_as_much_in_diffusers(monkeypatch):
     assert (pipe.vae_scale_factor_spatial, pipe.config.expand_timesteps) == (16, True)
 
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+RECORDING = Path(__file__).parents[1] / "benchmarks" / "recording"
 WIDTH = 64  # of the small text encoder
 
 
@@ -133,9 +133,9 @@ def small(request):
     replace its own."""
     torch = pytest.importorskip("torch")
     diffusers, _ = pytest.importorskip("diffusers"), pytest.importorskip("accelerate")
-    if not BENCHMARKS.exists() or not hasattr(diffusers, "WanPipeline"):
+    if not RECORDING.exists() or not hasattr(diffusers, "WanPipeline"):
         pytest.skip("needs the sources, and a diffusers with WanPipeline")
-    sys.path.insert(0, str(BENCHMARKS))
+    sys.path.insert(0, str(RECORDING))
     import record_modules
     import torch_pipelines
     from modules import MODULES

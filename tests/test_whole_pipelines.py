@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-if not BENCHMARKS.exists():
+RECORDING = Path(__file__).parents[1] / "benchmarks" / "recording"
+if not RECORDING.exists():
     pytest.skip("the sources are not here", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(RECORDING))
 
 import record_pipelines
 from diffusers.pipelines import pipeline_utils

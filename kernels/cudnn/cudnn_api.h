@@ -1,5 +1,6 @@
 /* cuDNN's backend API without its headers and without linking it: the numbers, the loader and a few helpers, for the
- * code that runs cuDNN (kernels/cuda/conv_cudnn.c) and the benchmark that queries it (benchmarks/ask_cudnn.c).
+ * code that runs cuDNN (kernels/cuda/conv_cudnn.c) and the benchmark that queries it
+ * (benchmarks/recording/ask_cudnn.c).
  *
  *   open: dlopen -> the entry points below -> version
  *   conv: tensors x, w, y + convolution -> operation -> graph

@@ -33,8 +33,8 @@ MOST_LATENT_FRAMES = 1024  # that Wan's transformer has positions for
 
 
 class Pipeline(NamedTuple):
-    """Facts about a pipeline of diffusers. vaemem/data/pipelines has the rows from which benchmarks/record_rows.py
-    lists them (vaemem/data/pipelines.json), and texts with their steps.
+    """Facts about a pipeline of diffusers. vaemem/data/pipelines has the rows from which
+    benchmarks/recording/record_rows.py lists them (vaemem/data/pipelines.json), and texts with their steps.
 
     about: the class, and the repository of its weights on the Hugging Face Hub
     parts: the component of each role, in the order of ``model_cpu_offload_seq``: a recorded module, or a VAE's name

@@ -1,8 +1,9 @@
 """Modules recorded once with PyTorch, and replayed at any size without it.
 
-benchmarks/record_modules.py runs a module under fake tensors at several sizes (`vaemem.pytorch.record`), and writes
-what it takes and gives back as a tree of module calls, equal calls once, with every size as a polynomial in the call's
-variables. Convolutions and attentions stay questions: their workspaces, and which kernel runs, are decided at replay.
+benchmarks/recording/record_modules.py runs a module under fake tensors at several sizes (`vaemem.pytorch.record`). It
+writes what it takes and gives back as a tree of module calls, equal calls once, with every size as a polynomial in the
+call's variables. Convolutions and attentions stay questions: their workspaces, and which kernel runs, are decided at
+replay.
 
 A file of data/modules holds, for dtypes and the cases in which a call takes the same steps (``"float16; 1 n = 1"``):
 `sizes`, the polynomials (``"1280 n h w + 640"``); `convs` and `attentions`, their arguments as indices into `sizes`;

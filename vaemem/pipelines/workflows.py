@@ -1,4 +1,4 @@
-"""ComfyUI's workflows: their facts, which benchmarks/record_workflows.py lists from the recordings."""
+"""ComfyUI's workflows: their facts, which benchmarks/recording/record_workflows.py lists from the recordings."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
 # The default sides in pixels. Workspaces jump between small sizes, and cuDNN has other plans for sides that are no
-# multiples of 64. benchmarks/bounds.py compares the formulas with predictions of other sizes.
+# multiples of 64. benchmarks/formula_errors.py --bound compares the formulas with predictions of other sizes.
 SIDES = 256, 264, 320, 384, 448, 512, 520, 616, 720, 768, 832, 1024, 1088, 1216, 1384, 1408, 1536, 2048
 TILES = 512, 768, 1024  # pixels
 PASSES = (1, 1), (2, 0.5), (0.5, 2)  # heights and widths of ComfyUI's tiles, in sides; other code cuts squares only

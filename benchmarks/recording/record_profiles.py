@@ -1,9 +1,9 @@
 """Records cuDNN's workspaces for the convolutions of VAEs and UNets as profile files, with no GPU.
 
-    python benchmarks/record_profiles.py [--cudnn FOLDER] [--capability 8.9,9.0] [--step 32]
-    python benchmarks/record_profiles.py --cudnn FOLDER --capability 8.9 --same-as 9.10.2
-    python benchmarks/record_profiles.py --cudnn FOLDER --add [--only "frames' VAEs"]
-    python benchmarks/record_profiles.py --cudnn FOLDER --batches [--capability 8.9]
+    python benchmarks/recording/record_profiles.py [--cudnn FOLDER] [--capability 8.9,9.0] [--step 32]
+    python benchmarks/recording/record_profiles.py --cudnn FOLDER --capability 8.9 --same-as 9.10.2
+    python benchmarks/recording/record_profiles.py --cudnn FOLDER --add [--only "frames' VAEs"]
+    python benchmarks/recording/record_profiles.py --cudnn FOLDER --batches [--capability 8.9]
 
 For each compute capability: asks an installed cuDNN (9.8 or later) for every convolution of the SD, SDXL and FLUX VAEs,
 of the UNets in vaemem/data/modules, of one frame of Qwen-Image's and Wan 2.1's VAE and of the VAEs of 2026, at every
@@ -436,7 +436,7 @@ def ask(cudnn: Cudnn, gpus: list[Gpu], step: int, network: Network, formulas: di
         "networks": network.about,
         "kinds": list(kinds),
         "how": "asked",
-        "by": "benchmarks/record_profiles.py",
+        "by": "benchmarks/recording/record_profiles.py",
         "gpus": [gpu.name for gpu in gpus],
         "sizes": f"images of {network.smallest} to 2048 pixels a side: squares in steps of {step}, common and random"
         f" rectangles, batches of 1 to {max(network.batches + network.others)}",

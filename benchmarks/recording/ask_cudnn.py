@@ -22,10 +22,10 @@ from typing import Any
 
 from vaemem.prediction.profiles import Conv
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "ask_cudnn"
 PRINTED = BUILT / "printed.txt"  # by cuDNN: 9.28 complains about each entry point that a stand-in driver lacks
-ASKER = [ROOT / name for name in ("benchmarks/ask_cudnn.c", "kernels/cudnn/cudnn_api.c", "kernels/status.c")]
+ASKER = [ROOT / name for name in ("benchmarks/recording/ask_cudnn.c", "kernels/cudnn/cudnn_api.c", "kernels/status.c")]
 HEADERS = [ROOT / name for name in ("kernels/cudnn/cudnn_api.h", "kernels/cudnn/conv.h", "kernels/kernels.h")]
 DTYPES = ("float32", "float16", "bfloat16")  # vm_dtype
 Extents = ctypes.c_int64 * 3
@@ -82,7 +82,7 @@ def build(name: str, sources: list[Path], *flags: str) -> Path:
 
 def build_no_driver() -> Path:
     """Compile the library that stands in for libcuda.so.1 on a machine without a driver."""
-    return build("libcuda.so.1", [ROOT / "benchmarks" / "no_driver.c"], "-Wl,-soname,libcuda.so.1")
+    return build("libcuda.so.1", [ROOT / "benchmarks" / "recording" / "no_driver.c"], "-Wl,-soname,libcuda.so.1")
 
 
 class Cudnn:

@@ -1,6 +1,6 @@
 """Records the components of pipelines for vaemem/data/modules, as vaemem/pipelines/recorded_modules.py replays them.
 
-    python benchmarks/record_modules.py [NAME ...]      # without names: all
+    python benchmarks/recording/record_modules.py [NAME ...]      # without names: all
 
 Each module runs under fake tensors at several sizes. Its calls must be the same at all of them, submodule by submodule
 and event by event, but for the sizes; each size is then fitted as a polynomial with the fewest terms that is exact at
@@ -27,7 +27,7 @@ from vaemem.pytorch.module_writer import ScriptRecorder, Writer, settle, version
 from vaemem.pytorch.recorder import NEGLIGIBLE, Recorder, Recording
 from vaemem.pytorch.recording import record_by
 
-OUT = Path(__file__).parent.parent / "vaemem" / "data" / "modules"
+OUT = Path(__file__).parents[2] / "vaemem" / "data" / "modules"
 
 
 def record_at(
@@ -120,7 +120,7 @@ def layout(value: Any, indent: str = "") -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of benchmarks/modules.py; all by default")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of benchmarks/recording/modules.py; all by default")
     for name in parser.parse_args().names or MODULES:
         (OUT / f"{name}.json").write_text(layout(record(name)) + "\n", "utf-8")
 

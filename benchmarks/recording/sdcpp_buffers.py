@@ -2,7 +2,7 @@
 
 Runs sdcpp_buffers (sdcpp_buffers.cpp says how to build it) and writes results/sdcpp_buffers.csv, a row a graph:
 
-    python benchmarks/sdcpp_buffers.py --program ./sdcpp_buffers --commit SDCPP_COMMIT --ggml GGML_COMMIT
+    python benchmarks/recording/sdcpp_buffers.py --program ./sdcpp_buffers --commit SDCPP_COMMIT --ggml GGML_COMMIT
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--program", required=True)
     parser.add_argument("--commit", required=True, help="of stable-diffusion.cpp")
     parser.add_argument("--ggml", required=True, help="ggml's")
-    parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "sdcpp_buffers.csv")
+    parser.add_argument("--csv", type=Path, default=Path(__file__).parents[1] / "results" / "sdcpp_buffers.csv")
     arguments = parser.parse_args()
     with arguments.csv.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*COLUMNS, "commit", "ggml"], lineterminator="\n")

@@ -8,7 +8,7 @@
  * device is needed. */
 #include <string.h>
 
-#include "../kernels/cudnn/cudnn_api.h"
+#include "../../kernels/cudnn/cudnn_api.h"
 
 enum { FIRST_VERSION = 90800 }; /* the first that answers without a device */
 

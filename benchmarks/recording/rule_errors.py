@@ -1,6 +1,6 @@
 """Measure how often the rule answers for convolutions of other networks, and how wrong it is.
 
-    python benchmarks/rule_errors.py --cudnn FOLDER [--gpu "RTX 4090" H100 T4] [--count 500]
+    python benchmarks/recording/rule_errors.py --cudnn FOLDER [--gpu "RTX 4090" H100 T4] [--count 500]
 
 Draws convolutions of common vision networks at common image sizes, in all types of numbers and both layouts, asks an
 installed cuDNN (9.8 or later) for their workspaces, and compares `vaemem.prediction.workspace.Workspace`. Needs no GPU.

@@ -1,6 +1,6 @@
 """Record ComfyUI's workflows from their rows, the files vaemem/data/workflows/*.json; and list the facts of all.
 
-    COMFYUI=path python benchmarks/record_workflows.py [NAME ...]
+    COMFYUI=path python benchmarks/recording/record_workflows.py [NAME ...]
 
 The recordings lie next to the rows; vaemem/data/workflows.json lists the facts.
 """
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from comfyui_code import version
 from comfyui_workflow import FOLDER, Workflow, read_row
-from record_rows import kept_facts
+from record_rows import kept_facts, write_facts, write_recording
 
 from vaemem.pipelines.components import pipeline_of
-from vaemem.pipelines.recorded_modules import Recorded
 from vaemem.prediction.recording_files import SUFFIX, WORKFLOW_FOLDER
 
 FACTS = FOLDER.with_suffix(".json")
@@ -67,17 +66,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of rows; without any, only list the facts")
     for name in parser.parse_args().names:
-        contents = record(name)
-        (FOLDER / f"{name}{SUFFIX}").write_text(json.dumps(contents, indent=1, default=list) + "\n", "utf-8")
-        sizes = {role: Recorded(role, data).weights for role, data in contents["modules"].items()}
-        shown = (f"{role} {sum(math.prod(w.shape) for w in of) / 1e9:.3f}e9" for role, of in sizes.items())
-        print(f"{name}: {contents['text'].count(chr(10))} lines; parameters and buffers: {', '.join(shown)}")
-    found = {
+        write_recording(FOLDER / f"{name}{SUFFIX}", record(name))
+    facts = {
         path.stem: kept_facts(pipeline_of(f"{WORKFLOW_FOLDER}{path.name}", json.loads(path.read_text("utf-8"))))
         for path in sorted(FOLDER.glob(f"*{SUFFIX}"))
     }
-    lines = (f" {json.dumps(name)}: {json.dumps(facts)}" for name, facts in found.items())
-    FACTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    write_facts(FACTS, facts)
 
 
 if __name__ == "__main__":

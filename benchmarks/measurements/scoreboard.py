@@ -1,6 +1,6 @@
 """Score estimators of GPU memory on published measurements, and write docs/ESTIMATORS.md.
 
-    python benchmarks/scoreboard.py [--check] [--rows [SOURCE]]
+    PYTHONPATH=benchmarks python -m measurements.scoreboard [--check] [--rows [SOURCE]]
 
 benchmarks/measurements/rows.csv has the measurements. An estimator gets a row's size, model, type and card, and answers
 the rows that it knows. --check compares the numbers with those of the document instead of writing it. --rows prints
@@ -17,15 +17,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from measurements.vocabulary import Measurement, read_rows, read_sources
-
 import vaemem
+from measurements.vocabulary import Measurement, read_rows, read_sources
 from vaemem._common import TILED_OPS
 from vaemem.prediction.gpus import find_gpu
 from vaemem.sdcpp.graphs import graph
 from vaemem.tables.estimators import ESTIMATORS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT, FIGURE = ROOT / "docs" / "ESTIMATORS.md", ROOT / "docs" / "images" / "scoreboard.svg"
 BY_SOURCE = ROOT / "benchmarks" / "results" / "scoreboard.csv"
 GIB = 1 << 30
@@ -329,7 +328,7 @@ def score(of: Estimator, rows: Sequence[Scored], own: Sequence[Scored]) -> Score
 
 def made() -> dict[Path, str]:
     """Return the files: the part of docs/ESTIMATORS.md with numbers, its figure, and the errors by source."""
-    from scoreboard_page import BEGIN, END, figure, of_sources, text
+    from measurements.scoreboard_page import BEGIN, END, figure, of_sources, text
 
     sources, every = read_sources(), read_rows()
     rows = [row for row in every if not row.doubtful]
@@ -381,8 +380,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    sys.modules["scoreboard"] = sys.modules["__main__"]
+    sys.modules["measurements.scoreboard"] = sys.modules["__main__"]
     try:
         sys.exit(main())
     except ValueError as wrong:

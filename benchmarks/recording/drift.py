@@ -1,7 +1,7 @@
 """Run pipelines and workflows with the programs that are installed, and report what their recordings say otherwise.
 
-    python benchmarks/drift.py [NAME ...]                        # of vaemem/data/pipelines; all by default
-    COMFYUI=path python benchmarks/drift.py comfyui/NAME ...     # of vaemem/data/workflows; "comfyui/" for all
+    python benchmarks/recording/drift.py [NAME ...]       # of vaemem/data/pipelines; all by default
+    COMFYUI=path python benchmarks/recording/drift.py comfyui/NAME ...  # of vaemem/data/workflows; "comfyui/" for all
 
 Each runs at a few sizes that were not fitted. It exits with 1 if anything differs, or does not run. Then record the row
 again (record_rows.py, record_workflows.py, record_pipelines.py), and read what changes in answers. Of pipelines with

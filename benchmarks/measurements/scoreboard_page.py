@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from measurements.scoreboard import CARDS, Score, Scored, errors_of, most_of, why_not
 from measurements.vocabulary import HERE, Measurement
-from scoreboard import CARDS, Score, Scored, errors_of, most_of, why_not
-
 from vaemem._common import TILED_OPS
 
 BEGIN, END = "<!-- scoreboard.py writes from here -->", "<!-- to here -->"

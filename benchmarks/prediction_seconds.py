@@ -1,7 +1,7 @@
 """Measure the CPU time of predictions, in one thread: medians over sizes that are new to the process.
 
-    python benchmarks/predictions.py [--sizes N] [--beside PATH] [--bound]
-    python benchmarks/predictions.py --commands [BEGINNING] [--beside PATH]
+    python benchmarks/prediction_seconds.py [--sizes N] [--beside PATH] [--bound]
+    python benchmarks/prediction_seconds.py --commands [BEGINNING] [--beside PATH]
 
 The package is this checkout's, if its core is built in place; otherwise the installed one. `--beside` names another
 checkout, built in place. Both then answer each question in turns, in processes of their own, and the table compares

@@ -1,4 +1,4 @@
-"""The components of pipelines that benchmarks/record_modules.py records, as their pipelines build and call them."""
+"""The components of pipelines that record_modules.py records, as their pipelines build and call them."""
 
 from __future__ import annotations
 

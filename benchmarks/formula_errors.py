@@ -1,9 +1,11 @@
 """Compare the formulas of whole pipelines and of VAEs with the predictions that they stand for.
 
 Each formula plays its sizes. Then the benchmark plays other sizes of the grid, with prompts of other lengths, and sizes
-between those of the grid. It prints a line for each formula, and writes a CSV.
+between those of the grid. It prints a line for each formula, and writes a CSV. `--bound` compares the formulas of
+`vaemem.bound` with predictions of other sizes and of batches instead.
 
-    python benchmarks/formulas.py --cards T4 "RTX 4060" "RTX 4090" --csv formulas.csv
+    python benchmarks/formula_errors.py --cards T4 "RTX 4060" "RTX 4090" --csv formulas.csv
+    python benchmarks/formula_errors.py --bound
 """
 
 from __future__ import annotations
@@ -20,6 +22,17 @@ from vaemem.pipelines.offload_kinds import OFFLOADS
 from vaemem.prediction.peak_equations import GRID_SIDES
 
 VAES = [("sd15", "encode"), ("sd15", "decode"), ("sdxl", "encode"), ("sdxl", "decode"), ("sdxl", "decode_tiled")]
+
+GPU = "RTX 4090"
+# (model, dtype, weights_dtype, runtime) of the runs of each application
+RUNS = {
+    "comfyui": [(m, d, d, "comfyui") for m in ("sdxl", "flux") for d in ("float32", "float16", "bfloat16")],
+    "invokeai": [
+        ("sdxl", "float16", "float16", "diffusers"), ("sdxl", "float32", "float32", "diffusers"),
+        ("sdxl", "float32", "float16", "diffusers"),
+        *(("flux", d, d, code) for d in ("float32", "float16", "bfloat16") for code in ("bfl", "diffusers")),
+    ],
+}  # fmt: skip
 
 
 def between(grid, stride, count, rng):
@@ -73,6 +86,36 @@ def judge(what, formula, stride, count):
     return row
 
 
+def upper(run, op, height, width, batch=1):
+    model, dtype, weights, runtime = run
+    return vaemem.predict(model, op, height, width, dtype, batch, runtime, GPU, weights_dtype=weights).upper
+
+
+def compare_bounds():
+    """Compare the formulas of `vaemem.bound` with predictions of other sizes and of batches."""
+    for application, runs in RUNS.items():
+        began = time.process_time()
+        found = vaemem.bound(application, gpu=GPU)
+        print(f"{application}: {time.process_time() - began:.1f} s of CPU time")
+        rng, shares = random.Random(1), []
+        for height, width in [(rng.randrange(256, 2049, 8), rng.randrange(256, 2049, 8)) for _ in range(150)]:
+            for run, op in ((run, op) for run in runs for op in ("encode", "decode")):
+                line = found.find(run[0], op, run[1])
+                shares.append((upper(run, op, height, width) / line.bytes(height, width) - 1, op, height, width, run))
+        count, (share, *where) = sum(one[0] > 0 for one in shares), max(shares)
+        print(f"{count} of {len(shares)} predictions of other sizes are above, at most {share:+.2%}: {where}")
+        if application == "comfyui":
+            batches = [
+                upper(run, op, side, side, batch) / (batch * found.find(run[0], op, run[1]).bytes(side, side))
+                for run in runs[:2] for op in ("encode", "decode") for side in (512, 640, 768, 1024) for batch in (2, 4)
+            ]  # fmt: skip
+            print(f"{len(batches)} batches: {min(batches):.2f} to {max(batches):.2f} of the formula times the batch")
+    both = vaemem.bound(
+        "comfyui", "sdxl", "float16", gpu=[GPU, "RTX 3060"], torch_version="2.9.1", sides=range(512, 2049, 256)
+    )
+    print(both)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cards", nargs="+", default=["T4", "RTX 3060", "RTX 4060", "RTX 4090", "A100 80GB", "H100"])
@@ -80,7 +123,10 @@ def main():
     parser.add_argument("--offloads", nargs="+", default=OFFLOADS, choices=OFFLOADS)
     parser.add_argument("--count", type=int, default=200, help="other sizes, in the grid and between")
     parser.add_argument("--csv")
+    parser.add_argument("--bound", action="store_true", help="compare the formulas of vaemem.bound instead")
     args = parser.parse_args()
+    if args.bound:
+        return compare_bounds()
     rows = []
     for card in args.cards:
         for name in args.pipelines:

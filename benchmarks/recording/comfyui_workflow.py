@@ -17,16 +17,22 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from comfyui_calls import call_by_forward, call_by_forward_too, follow_chunks, follow_tiles, let_read
+from comfyui_calls import (
+    ENOUGH,
+    call_by_forward,
+    call_by_forward_too,
+    follow_chunks,
+    follow_prefix,
+    follow_tiles,
+    let_read,
+)
 from comfyui_code import import_comfyui
-from comfyui_prefix import ENOUGH, follow_prefix
-from comfyui_tokens import Tokens
 
 from vaemem.engine.configs import config_of
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch.loading import Undrawn, default_dtype
 
-FOLDER = Path(__file__).parent.parent / "vaemem" / "data" / "workflows"
+FOLDER = Path(__file__).parents[2] / "vaemem" / "data" / "workflows"
 
 
 def read_row(name: str) -> dict[str, Any]:
@@ -40,6 +46,30 @@ class Steps:
 
     def step(self) -> None:
         """Note the end of a step."""
+
+
+class Tokens:
+    """Takes the place of a tokenizer, whose files would tell words apart: a prompt has a number of tokens, and those of
+    the template and of pictures."""
+
+    def __init__(self, row: Mapping[str, Any], length: int):
+        self._lengths = {name: count or length for name, count in row["tokens_of"].items()}
+        self._before, self._least = _template(row.get("template", 0)), row.get("least_tokens", 0)
+
+    def tokenize_with_weights(self, text: str, return_word_ids: bool = False, images: Any = (), **_: Any) -> Any:
+        seen = [{"type": "image", "data": image, "original_type": "image"} for image in images]
+        lists = {name: [*self._before, *seen, *[1000] * length] for name, length in self._lengths.items()}
+        return {name: [self._padded([(one, 1.0, 1) for one in tokens])] for name, tokens in lists.items()}
+
+    def _padded(self, tokens: list[Any]) -> list[Any]:
+        """Pad on the left. Recorders count what a call gets: the padding has no numbers of words, as tokens have."""
+        return [(0, 1.0)] * (self._least - len(tokens)) + tokens
+
+
+def _template(count: int) -> list[int]:
+    """Return Qwen's tokens before a prompt: <|im_start|>, those of the system's message, <|im_start|>user and a new
+    line."""
+    return [151644, *[1000] * (count - 4), 151644, 872, 198] if count else []
 
 
 class Workflow:

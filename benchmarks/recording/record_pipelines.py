@@ -1,6 +1,6 @@
 """Record the texts of pipelines for vaemem/data/pipelines, as vaemem/pipelines/pipeline_text.py plays them.
 
-    python benchmarks/record_pipelines.py [NAME ...]        # without names: all
+    python benchmarks/recording/record_pipelines.py [NAME ...]        # without names: all
 
 A pipeline's own code runs at several sizes, without its weights (vaemem/pytorch/text_recorder.py). Each size that it
 allocates is fitted as a polynomial, and checked at sizes that the fit has not seen.
@@ -31,7 +31,7 @@ from vaemem.pytorch.module_writer import versions_of
 from vaemem.pytorch.text_recorder import Event, record_calls, shapes_of
 from vaemem.pytorch.text_writer import check_text, write_text
 
-OUT = Path(__file__).parent.parent / "vaemem" / "data" / "pipelines"
+OUT = Path(__file__).parents[2] / "vaemem" / "data" / "pipelines"
 SIBLINGS = {  # classes that begin with an image, by the class that does not
     "StableDiffusionPipeline": "StableDiffusionImg2ImgPipeline",
     "StableDiffusionXLPipeline": "StableDiffusionXLImg2ImgPipeline",

@@ -1,7 +1,7 @@
 """List the text-to-image families of diffusers, and whether the engine runs their autoencoders. A family is a folder of
 diffusers/pipelines that makes images from text alone. The type hints of __init__ name its autoencoders.
 
-    python benchmarks/families.py PATH_TO_DIFFUSERS
+    python benchmarks/recording/families.py PATH_TO_DIFFUSERS
 
 The path is that of the package (site-packages/diffusers, or an unpacked wheel). Its sources are read, never imported. A
 pipeline makes images from text if diffusers lists it so (AUTO_TEXT2IMAGE_PIPELINES_MAPPING). Otherwise its __call__
