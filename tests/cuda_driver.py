@@ -11,7 +11,8 @@ import ctypes
 import functools
 import os
 import sys
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ import fatbins
 
 MAJOR, MINOR, MOST_SHARED, UNIFIED, MULTIPROCESSORS = 75, 76, 97, 41, 16  # CUdevice_attribute
 DYNAMIC_SHARED, SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
+FLOAT16, BFLOAT16, SWIZZLE_128B, L2_256B = 6, 9, 3, 3  # of a tensor map: CUtensorMapDataType, _swizzle, _L2promotion
 
 
 class Driver:
@@ -100,6 +102,17 @@ class Kernels:
                 return found
         raise RuntimeError(f"no kernel is called {name}")
 
+    def map(self, dtype: str, first: int, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]):
+        """A vm_tensor_map of numbers of 2 bytes; strides in bytes. Zeros outside, rows swizzled."""
+        room = (c_uint64 * 24)()
+        at = -(ctypes.addressof(room) // 8) % 8  # the driver wants it at a multiple of 64 bytes
+        out = (c_uint64 * 16).from_buffer(room, 8 * at)
+        sizes = (c_uint64 * 3)(*dims), (c_uint64 * 2)(*strides), (c_uint * 3)(*box), (c_uint * 3)(1, 1, 1)
+        kind = c_int({"f16": FLOAT16, "bf16": BFLOAT16}[dtype])
+        options = (c_int(option) for option in (0, SWIZZLE_128B, L2_256B, 0))
+        self.driver.call("cuTensorMapEncodeTiled", out, kind, c_uint(3), c_void_p(first), *sizes, *options)
+        return out
+
     def enqueue(self, kernel, grid, block, args: ctypes.Structure, shared: int = 0) -> None:
         function, most = self.function(kernel), self.driver.attribute(MOST_SHARED)
         if shared > most:
@@ -131,7 +144,8 @@ def image(source: Path, folder: Path) -> bytes:
     """The machine code of a .cu file: what setup.py has compiled of it, or nvcc's."""
     if source.parent != build.CUDA:
         target = folder / f"{source.stem}.fatbin"
-        flags = ["-std=c++17", "-O3", "-fatbin", f"-arch={driver().target}", "-I", build.CUDA]
+        arch = driver().target.removeprefix("sm_") + "a" * (driver().target == "sm_90")  # as fatbins.py
+        flags = ["-std=c++17", "-O3", "-fatbin", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-I", build.CUDA]
         build.run(build.nvcc(), *flags, "-o", target, source)
         return target.read_bytes()
     folder = fatbins.find()

@@ -8,7 +8,7 @@ import ctypes
 import functools
 import mmap
 import tempfile
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_bool, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import cuda_driver
@@ -109,6 +109,12 @@ class AttentionArgs(Args):
     )
 
 
+class AttentionPairsArgs(ctypes.Structure):
+    """The map is 128 bytes; the structure's size is a multiple of its alignment, 64."""
+
+    _fields_ = (("map", c_uint64 * 16), ("of", AttentionArgs), ("padding", c_uint64 * 3))
+
+
 class ConvArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "w", "scale", "shift", "factor", "bias", "add", "y", "stats", "flags")),
@@ -134,7 +140,7 @@ class ProbeArgs(Args):
 
 
 class AttentionShape(ctypes.Structure):
-    _fields_ = tuple((name, c_uint32) for name in ("queries", "keys", "ring"))
+    _fields_ = (*((name, c_uint32) for name in ("queries", "keys", "ring", "threads")), ("pairs", c_bool))
 
 
 class ConvTile(ctypes.Structure):
@@ -153,8 +159,11 @@ ARGS = {"load": LoadArgs, "store": StoreArgs, "merge": MergeArgs, "blend": Blend
 ARGS |= {"pixel_norm": PixelNormArgs, "attention": AttentionArgs, "conv": ConvArgs}
 HEADER = r"""
 #include "cuda.h"
-vm_attention_shape attention_choose(int t, size_t most) { return vm_attention_choose((vm_dtype)t, most); }
+vm_attention_shape attention_choose(int t, size_t most, int wgmma) {
+    return vm_attention_choose((vm_dtype)t, most, wgmma);
+}
 uint32_t attention_shared(int t, vm_attention_shape s, uint32_t c) { return vm_attention_shared((vm_dtype)t, s, c); }
+size_t attention_blocks(vm_attention_shape s, size_t n) { return vm_attention_blocks(s, n); }
 vm_conv_tile conv_choose(int t, const vm_conv_args *a, int in_place, size_t most, uint32_t multiprocessors) {
     return vm_conv_choose((vm_dtype)t, a, in_place, most, multiprocessors);
 }
@@ -187,14 +196,31 @@ def header():
         build.run(gcc, *warn, "-shared", "-fPIC", "-I", build.CUDA, source, "-o", library)
         h = ctypes.CDLL(str(library))
     args = POINTER(ConvArgs)
-    h.attention_choose.restype, h.attention_choose.argtypes = AttentionShape, (c_int, c_size_t)
+    h.attention_choose.restype, h.attention_choose.argtypes = AttentionShape, (c_int, c_size_t, c_int)
     h.attention_shared.argtypes = (c_int, AttentionShape, c_uint32)
+    h.attention_blocks.restype, h.attention_blocks.argtypes = c_size_t, (AttentionShape, c_size_t)
     h.conv_choose.restype, h.conv_choose.argtypes = ConvTile, (c_int, args, c_int, c_size_t, c_uint32)
     h.conv_tile_at.restype, h.conv_tile_at.argtypes = ConvTile, (c_uint32, c_size_t)
     h.conv_tile_fits.argtypes = (ConvTile,)
     h.conv_parts.argtypes = h.conv_items.argtypes = (args, ConvTile)
     h.conv_grid.argtypes = (args, ConvTile, c_uint32)
     return h
+
+
+BOX = (64, 1, 32)  # of attention's map: channels, parts, rows
+
+
+def attention_launch(kernels, dtype, largest, wgmma, args):
+    """What a launch of attention takes: kernel, grid, block, arguments, bytes of shared memory."""
+    shape = header().attention_choose(number(dtype), largest, wgmma)
+    shared = header().attention_shared(number(dtype), shape, args.channels)
+    assert 0 < shared <= largest
+    name = "pairs" if shape.pairs else f"{shape.queries}x{shape.keys}"
+    if shape.pairs:
+        dims, strides = (args.channels, 3, args.n), (2 * args.channels, 2 * args.pitch)
+        args = AttentionPairsArgs(map=kernels.map(dtype, args.x, dims, strides, BOX), of=args)
+    grid = (header().attention_blocks(shape, args.of.n if shape.pairs else args.n),)
+    return f"vm_attention_{dtype}_{name}", grid, (shape.threads,), args, shared
 
 
 @functools.cache

@@ -46,8 +46,19 @@ def test_arguments_lie_as_in_the_header():
     ],
 )
 def test_choice_of_attention(dtype, largest, queries, keys):
-    shape = header().attention_choose(number(dtype), largest)
-    assert (shape.queries, shape.keys) == (queries, keys)
+    shape = header().attention_choose(number(dtype), largest, False)
+    assert (shape.queries, shape.keys, shape.pairs) == (queries, keys, False)
+    hopper = header().attention_choose(number(dtype), largest, True)
+    assert hopper.pairs == (largest == SM_90 and dtype != "f32")
+    assert hopper.pairs or (hopper.queries, hopper.keys) == (queries, keys)
+
+
+def test_pairs_of_blocks():
+    """As many as hold all queries; an even number."""
+    shape = header().attention_choose(number("bf16"), SM_90, True)
+    assert [header().attention_blocks(shape, n) for n in (1, 64, 65, 128, 129, 16384)] == [2, 2, 2, 2, 4, 256]
+    shape = header().attention_choose(number("bf16"), SM_90, False)
+    assert [header().attention_blocks(shape, n) for n in (1, 64, 65, 129)] == [1, 1, 2, 3]
 
 
 def geometry(h, w, in_c, out, k=3, stride=1, up=False, format=ROWS):

@@ -444,6 +444,22 @@ for words in (half, {"dtype": "bfloat16"}, {"dtype": "float32"}, half | {"autotu
         assert done.stdout.split() == want.split(), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("sm", "registers", "want"),
+    [("90", None, "pairs pairs 64x64"), ("90", 128, "64x128 64x128 64x64"), ("80", None, "64x128 64x128 64x64")],
+)
+def test_which_attention_runs(sm, registers, want):
+    """Pairs of blocks on compute capability 9.0 in half precision, if nvcc has given them the registers that they
+    share; with others they would wait forever."""
+    gpu.emulator()
+    code = """from vaemem import VAE
+for dtype in ("float16", "bfloat16", "float32"):
+    print(VAE.random("taesd", device="cuda", dtype=dtype)._device.backend.attention)"""
+    env = os.environ | {"VAEMEM_EMULATED_SM": sm} | ({"VAEMEM_EMULATED_REGISTERS": str(registers)} if registers else {})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout.split() == want.split(), done.stderr
+
+
 def gpu_process(code):
     """In a process of its own, which has no cuDNN yet."""
     code = f"from vaemem import VAE\n{code}"

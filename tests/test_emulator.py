@@ -3,14 +3,15 @@ VAEMEM_TEST_GPU=1 the right ones run on the GPU, which should agree with it."""
 
 from __future__ import annotations
 
-from ctypes import c_size_t
+from ctypes import Structure, c_size_t, c_uint32, c_uint64, c_void_p
 
+import cuda_driver
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_kernels import Memory, ProbeArgs, built, emulated
+from cuda_kernels import BOX, Memory, ProbeArgs, built, emulated
 from emulator import build
-from errors import refused
+from errors import is_about, refused
 
 SEEDS = range(1, 9)
 TYPES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
@@ -78,6 +79,89 @@ def test_mma(kernels, dtype, seed):
 def test_groups_of_copies(kernels):
     x = np.arange(2048, dtype=np.uint32)
     assert seeds_right(kernels, "groups", x, x, shared=8192) == len(SEEDS)
+
+
+# ---- pairs of blocks, boxes of tensors, warpgroups ----
+
+needs_hopper = pytest.mark.skipif(
+    cuda_driver.driver() is not None and cuda_driver.driver().target != "sm_90", reason="only compute capability 9.0"
+)
+
+
+class MapArgs(Structure):
+    """Of tests/emulator/probe.cu."""
+
+    _fields_ = (("map", c_uint64 * 16), ("out", c_void_p), *((name, c_uint32) for name in ("column", "part", "row")),
+                ("padding", c_uint32 * 11))  # fmt: skip
+
+
+def launch_map(kernels, name, tensor, out, at=(0, 0, 0), *, dtype="f16", pitch=None, grid=(1,), shared=0, seed=1):
+    """tensor: (rows, parts, columns) of numbers of 2 bytes; out as the kernel leaves it."""
+    memory, (rows, parts, columns) = Memory(), tensor.shape
+    inside = memory.full((rows, pitch or parts * columns), tensor.dtype, np.nan, around=Memory.NAN)
+    inside[:, : parts * columns] = tensor.reshape(rows, -1)
+    out = memory.copy(out)
+    strides = 2 * columns, inside.strides[0]
+    map_ = kernels.map(dtype, inside.ctypes.data, (columns, parts, rows), strides, BOX)
+    args = MapArgs(map_, out.ctypes.data, *at)
+    kernels.launch(f"vm_probe_{name}", grid, (128,), args, shared=shared, seed=seed)
+    memory.check()
+    return out
+
+
+@needs_hopper
+@pytest.mark.parametrize("at", [(0, 0, 0), (64, 1, 32), (40, 2, 5), (128, 1, 30), (192, 0, 64), (0, 3, 0)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_boxes(kernels, at, seed):
+    """Both blocks get the boxes of both, with zeros outside of the tensor. A second round begins a column further."""
+    rng = np.random.default_rng(0)
+    tensor = rng.integers(0, 99, (60, 3, 176)).astype(np.float16)
+    out = launch_map(kernels, "boxes", tensor, np.zeros((4, 2, 32, 64), np.uint16), at, pitch=3 * 176 + 24, grid=(4,),
+                     shared=2 * 4096 + 16, seed=seed)  # fmt: skip
+    large = np.zeros((60 + 96, 4, 176 + 256), np.uint16)
+    large[:60, :3, :176] = tensor.view(np.uint16)
+    column, part, row = at
+    boxes = [[large[row : row + 32, part, column + 64 * i + turn :][:, :64] for i in range(2)] for turn in range(2)]
+    np.testing.assert_array_equal(out, np.broadcast_to(sum(np.array(b, np.uint16) for b in boxes), out.shape))
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_products_of_a_warpgroup(kernels, dtype, seed):
+    x = numbers(160, 1, 256, seed=seed).astype(TYPES[dtype])
+    d = numbers(256, 64, seed=seed + 1)
+    out = launch_map(kernels, f"products_{dtype}", x, np.concatenate([np.zeros((64, 64), np.float32), d]), dtype=dtype,
+                     shared=8 * 4096 + 8, seed=seed)  # fmt: skip
+    a, b, v = (x[rows, 0].astype(np.float64) for rows in (slice(64), slice(64, 128), slice(128, 160)))
+    a, b = a[:, :64], b[:, :64]
+    for got, want, size, sums in (
+        (out[:64], a @ b.T, abs(a) @ abs(b).T, 64),
+        (out[64:], d.T + a[:, :32] @ v, abs(d.T) + abs(a[:, :32]) @ abs(v), 33),
+    ):
+        assert np.all(abs(got.T - want) <= sums * 2.0**-24 * size)
+
+
+@emulated
+def test_wrong_pairs_and_boxes(kernels):
+    tensor, out = np.zeros((32, 1, 64), np.float16), np.zeros((2, 2, 32, 64), np.uint16)
+    with refused(names=["pairs", 3], kind=RuntimeError):
+        launch_map(kernels, "boxes", tensor, out, grid=(3,), shared=8208)
+    with refused(names=["vm_probe_boxes", "map"], kind=RuntimeError):
+        kernels.launch("vm_probe_boxes", (2,), (128,), MapArgs(out=out.ctypes.data), shared=8208)
+    for strides in ((128, 8), (8, 128)):
+        with refused(names=["strides", 16], kind=RuntimeError):
+            kernels.map("f16", tensor.ctypes.data, (64, 1, 32), strides, BOX)
+    with refused(names=["swizzled", 128], kind=RuntimeError):
+        kernels.map("f16", tensor.ctypes.data, (64, 1, 32), (128, 128), (32, 1, 32))
+    seen = 0
+    for seed in SEEDS:
+        try:
+            launch_map(kernels, "ends", tensor, np.zeros(1, np.uint32), grid=(2,), shared=8, seed=seed)
+        except RuntimeError as fault:
+            assert is_about(fault, names=["vm_probe_ends", "shared memory"])
+            seen += 1
+    assert seen
 
 
 # ---- numbers ----

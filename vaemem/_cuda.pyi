@@ -10,6 +10,7 @@ class Backend:
     granularity: int
     unaccounted: int
     to_come: int
+    attention: str
     cudnn_plans: list[str]
     convolution: str
     cudnn_version: str | None

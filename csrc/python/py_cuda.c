@@ -116,6 +116,11 @@ static PyObject *get_convolution(Backend *self, void *Py_UNUSED(closure)) {
     return PyUnicode_FromString(convolutions[self->gpu->own_conv ? VM_CONVOLUTION_OWN : VM_CONVOLUTION_CUDNN]);
 }
 
+static PyObject *get_attention(Backend *self, void *Py_UNUSED(closure)) {
+    const vm_attention_shape s = self->gpu->attention;
+    return s.pairs ? PyUnicode_FromString("pairs") : PyUnicode_FromFormat("%ux%u", s.queries, s.keys);
+}
+
 static PyObject *get_cudnn_plans(Backend *self, void *Py_UNUSED(closure)) {
     const vm_cudnn_convs *convs = self->gpu->convs;
     char text[256];
@@ -147,6 +152,7 @@ static PyGetSetDef backend_attributes[] = {
      "Bytes used by kernels, cuDNN and graphs, by differences of free memory.", NULL},
     {"to_come", (getter)get_to_come, NULL, "Bytes that graphs still to be captured may take.", NULL},
     {"convolution", (getter)get_convolution, NULL, "'own' or 'cudnn': the outcome of auto.", NULL},
+    {"attention", (getter)get_attention, NULL, "The kernel of attention: queries x keys, or 'pairs' (cuda.h).", NULL},
     {"cudnn_plans", (getter)get_cudnn_plans, NULL,
      "cuDNN's plans so far, the newest first: convolution, engine, workspace.", NULL},
     {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0', or None if our own convolution runs without cuDNN.", NULL},

@@ -16,9 +16,7 @@
  *
  * f16 and bf16 use tensor cores and keep the queries in shared memory. f32 is plain fmaf on registers and streams its
  * queries along with the keys, so one shape fits every device. Launch: vm_attention_choose in cuda.h. */
-#include <math.h>
-
-#include "device.h"
+#include "softmax.h"
 
 enum { VM_WARPS = VM_CUDA_THREADS / 32, VM_LINE = 128 /* bytes of a row of queries or keys in a chunk */ };
 
@@ -94,76 +92,21 @@ VM_DEVICE T *vm_take(vm_ring<T, QUERIES, KEYS, V_KEYS, V_CHANNELS, STAGES> &g) {
 
 /* ---- softmax ---- */
 
-/* For each of a thread's rows of scores: the maximum times scale, and the thread's own share of the sum. */
-template <int ROWS>
-struct vm_rows {
-    int row[ROWS];
-    float top[ROWS], sum[ROWS];
-};
-
-/* Turns the next tile's scores into probabilities * 2^shift, and updates maximum and sum. LANES neighbouring lanes of
- * WARPS warps share a row; this is warp `warp`. tops: [WARPS][queries], keeps: [queries], both in shared memory; keeps
- * may be read after the next barrier. NaN or a maximum of +Inf makes the row NaN; if all scores are -Inf the sum stays
- * 0. */
+/* The steps of softmax.h for a tile's scores; keeps: [queries] in shared memory, readable after the next barrier. This
+ * is warp `warp`. */
 template <int LANES, int WARPS, int ROWS, int COLUMNS>
 VM_DEVICE void vm_softmax(float (&s)[ROWS][COLUMNS], vm_rows<ROWS> &r, float scale, float shift, float *tops,
                           float *keeps, int queries, int warp) {
-    const bool first = threadIdx.x % LANES == 0;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        float top = s[i][0];
-#pragma unroll
-        for (int j = 1; j < COLUMNS; j++) top = fmaxf(top, s[i][j]);
-#pragma unroll
-        for (int mask = 1; mask < LANES; mask *= 2) top = fmaxf(top, vm_shuffle_xor(top, mask));
-        if (first) tops[warp * queries + r.row[i]] = top;
-    }
+    float keep[ROWS];
+    vm_leave_tops<LANES>(s, r, tops, queries, warp);
     __syncthreads();
+    vm_exponents<WARPS>(s, r, keep, scale, shift, tops, queries);
+    if (threadIdx.x % LANES == 0 && warp == 0)
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        float top = tops[r.row[i]];
-#pragma unroll
-        for (int w = 1; w < WARPS; w++) top = fmaxf(top, tops[w * queries + r.row[i]]);
-        top = fmaxf(r.top[i], top * scale);
-        const float base = top == -INFINITY ? 0 : top, keep = vm_exp2(r.top[i] - base);
-        if (first && warp == 0) keeps[r.row[i]] = keep;
-        float sum = 0;
-#pragma unroll
-        for (int j = 0; j < COLUMNS; j++) sum += s[i][j] = vm_exp2(fmaf(s[i][j], scale, shift - base));
-        r.sum[i] = fmaf(r.sum[i], keep, sum);
-        r.top[i] = top;
-    }
-}
-
-/* Before the first tile. */
-template <int ROWS>
-VM_DEVICE vm_rows<ROWS> vm_no_rows(int first, int step) {
-    vm_rows<ROWS> r;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) r.row[i] = first + i * step, r.top[i] = -INFINITY, r.sum[i] = 0;
-    return r;
-}
-
-/* Writes every warp's share of the rows' sums to sums [WARPS][queries]. */
-template <int LANES, int ROWS>
-VM_DEVICE void vm_leave_sums(const vm_rows<ROWS> &r, float *sums, int queries, int warp) {
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        float sum = r.sum[i];
-#pragma unroll
-        for (int mask = 1; mask < LANES; mask *= 2) sum += vm_shuffle_xor(sum, mask);
-        if (threadIdx.x % LANES == 0) sums[warp * queries + r.row[i]] = sum;
-    }
+        for (int i = 0; i < ROWS; i++) keeps[r.row[i]] = keep[i];
 }
 
 /* ---- f16 and bf16 ---- */
-
-typedef uint32_t __attribute__((may_alias)) vm_word;
-
-template <typename T>
-VM_DEVICE void vm_store_pair(T *to, float a, float b) {
-    *reinterpret_cast<vm_word *>(to) = vm_pack<T>(a, b);
-}
 
 /* Scores: 2 x 4 warps, each with half the queries and a quarter of the keys. The fragment of lane l of a 16 x 8 product
  * holds rows l / 4 and l / 4 + 8, columns l % 4 * 2 and the next. */

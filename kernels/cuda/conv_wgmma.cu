@@ -54,15 +54,6 @@ enum { VM_WGMMA_FEWER = 72, VM_WGMMA_MORE = 184 };
 static_assert(2 * VM_WGMMA_FEWER + 2 * VM_WGMMA_MORE <= 4 * VM_WGMMA_REGISTERS, "there are no more registers");
 static_assert(VM_WGMMA_BARRIERS + (2 * VM_WGMMA_STAGES + 6) * 8 == VM_WGMMA_SHARED, "as cuda.h");
 
-/* A place in a ring, and the parity of its round. */
-template <int COUNT>
-struct vm_wgmma_turn {
-    uint32_t at = 0, parity = 0;
-    VM_METHOD void next() {
-        if (++at == COUNT) at = 0, parity ^= 1;
-    }
-};
-
 struct vm_wgmma_barriers {
     uint64_t *full_x, *empty_x, *full_w, *empty_w, *ahead;
 };

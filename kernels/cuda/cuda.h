@@ -194,28 +194,66 @@ typedef struct vm_attention_args {
 } vm_attention_args;
 enum { VM_ATTENTION_CHANNELS = 512 };
 
-/* How attention is launched: vm_attention_<dtype>_<queries>x<keys>, a block of VM_CUDA_THREADS threads for every
+/* Boxes of a tensor that the GPU copies to shared memory by itself, written by cuTensorMapEncodeTiled. */
+typedef struct __attribute__((aligned(64))) vm_tensor_map {
+    uint64_t opaque[16];
+} vm_tensor_map;
+
+/* vm_attention_<dtype>_pairs: the same on compute capability 9.0, f16 and bf16. Pitches are multiples of 8. map: of x
+ * as [n][3][channels], in swizzled boxes of VM_PAIR_BOX_ROWS x 1 x 64 numbers, with zeros outside. */
+typedef struct vm_attention_pairs_args {
+    vm_tensor_map map;
+    vm_attention_args of; /* x: unused */
+} vm_attention_pairs_args;
+enum {
+    VM_PAIR_QUERIES = 64, /* of a block */
+    VM_PAIR_KEYS = 128,
+    VM_PAIR_BOX_ROWS = 32,
+    VM_PAIR_THREADS = 384,
+    VM_PAIR_REGISTERS = 168, /* per thread at the kernel's start: nvcc's choice for so many threads per block */
+    VM_PAIR_STAGES = 4,      /* in flight for each of two warpgroups, */
+    VM_PAIR_STAGE = 16384,   /* each of so many bytes */
+    /* q, the stages, p twice; tops and sums; barriers */
+    VM_PAIR_SHARED = VM_PAIR_QUERIES * VM_ATTENTION_CHANNELS * 2 + 2 * VM_PAIR_STAGES * VM_PAIR_STAGE +
+        2 * VM_PAIR_QUERIES * VM_PAIR_KEYS * 2 + 2 * VM_PAIR_QUERIES * 4 + (4 * VM_PAIR_STAGES + 1) * 8
+};
+
+/* How attention is launched: vm_attention_<dtype>_<queries>x<keys>, or _pairs, a block of `threads` threads for every
  * `queries`, each with vm_attention_shared bytes of dynamic shared memory (more than 48 KiB: opt in). */
 typedef struct vm_attention_shape {
     uint32_t queries, keys; /* per block, and per step of a block; 0: no kernel fits */
     uint32_t ring;          /* bytes of keys and values in flight */
+    uint32_t threads;
+    bool pairs; /* an even number of blocks, and vm_attention_pairs_args */
 } vm_attention_shape;
 
 static inline uint32_t vm_attention_shared(vm_dtype dtype, vm_attention_shape s, uint32_t channels) {
+    if (s.pairs) return VM_PAIR_SHARED;
     if (dtype == VM_F32) return s.ring + s.keys * (s.queries + 4) * 4 + 3 * s.queries * 4; /* ring, p, tops and keeps */
     const uint32_t line = 64; /* channels; q, ring, p, tops and keeps */
     return s.queries * VM_ROUND_UP(channels, line) * 2 + s.ring + s.queries * s.keys * 2 + 5 * s.queries * 4;
 }
 
 /* Returns: the largest shape that fits a device. largest_shared: the most bytes that a block may opt in to. One always
- * fits from 64 KiB (sm_75) on for f32 and f16, from 99 KiB (sm_86) on for bf16. */
-static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t largest_shared) {
+ * fits from 64 KiB (sm_75) on for f32 and f16, from 99 KiB (sm_86) on for bf16. wgmma: the device and its machine code
+ * have attention_wgmma.cu's kernel. */
+static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t largest_shared, bool wgmma) {
     static const vm_attention_shape shapes[] = {
-        {64, 128, 4 * 16384}, {64, 64, 3 * 8192}, {32, 64, 3 * 8192}, {64, 64, 2 * 16384}, {0, 0, 0}};
-    const int first = dtype == VM_F32 ? 3 : 0, end = dtype == VM_F32 ? 4 : dtype == VM_F16 ? 3 : 2;
+        {VM_PAIR_QUERIES, VM_PAIR_KEYS, 2 * VM_PAIR_STAGES * VM_PAIR_STAGE, VM_PAIR_THREADS, true},
+        {64, 128, 4 * 16384, VM_CUDA_THREADS, false},
+        {64, 64, 3 * 8192, VM_CUDA_THREADS, false},
+        {32, 64, 3 * 8192, VM_CUDA_THREADS, false},
+        {64, 64, 2 * 16384, VM_CUDA_THREADS, false},
+        {0, 0, 0, 0, false}};
+    const int first = dtype == VM_F32 ? 4 : wgmma ? 0 : 1, end = dtype == VM_F32 ? 5 : dtype == VM_F16 ? 4 : 3;
     for (int i = first; i < end; i++)
         if (vm_attention_shared(dtype, shapes[i], VM_ATTENTION_CHANNELS) <= largest_shared) return shapes[i];
-    return shapes[4];
+    return shapes[5];
+}
+/* Returns: blocks for n queries. */
+static inline size_t vm_attention_blocks(vm_attention_shape s, size_t n) {
+    const size_t blocks = (n + s.queries - 1) / s.queries;
+    return s.pairs ? VM_ROUND_UP(blocks, 2) : blocks;
 }
 
 /* vm_conv_<dtype>_<rows>x<outs>_<stride>, f16 and bf16: some rows of tiles of a pass, or all, in one kernel.

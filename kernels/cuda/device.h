@@ -4,7 +4,8 @@
  * With VM_EMULATED (tests/emulator) the same sources are compiled for the CPU, one fiber per thread, so every kernel is
  * tested without a GPU. Kernels therefore use only this header, and of CUDA only threadIdx, blockIdx, blockDim,
  * gridDim, __syncthreads, __syncwarp, __shared__, __launch_bounds__, min, max and the functions of <math.h>. A kernel
- * is VM_KERNEL name(structure args) { ... }, and its name is its symbol. */
+ * is VM_KERNEL name(structure args) { ... }, and its name is its symbol. VM_PAIRS instead of VM_KERNEL: blocks run in
+ * clusters of two; such a kernel has only dynamic shared memory. */
 #ifndef VM_DEVICE_H
 #define VM_DEVICE_H
 
@@ -20,6 +21,8 @@
 #include <type_traits>
 
 #define VM_KERNEL extern "C" __global__ void
+#define VM_PAIRS extern "C" __global__ void __cluster_dims__(2, 1, 1)
+#define VM_ARGS const __grid_constant__ /* of a structure that contains a vm_tensor_map */
 #define VM_DEVICE static __device__ __forceinline__
 #define VM_METHOD __device__ __forceinline__ /* of a structure */
 
@@ -109,8 +112,8 @@ VM_DEVICE void vm_prefetch(const void *p) {
 /* Sleeps about this long, at most twice as long. */
 VM_DEVICE void vm_sleep(uint32_t nanoseconds) { __nanosleep(nanoseconds); }
 
-/* The block's dynamic shared memory, aligned to 16 bytes. */
-extern __shared__ uint4 vm_all_shared[];
+/* The block's dynamic shared memory. The alignment is that of swizzled matrices; CUDA's usual one is as large. */
+extern __shared__ __align__(1024) uint4 vm_all_shared[];
 #define VM_SHARED(type, name) type *const name = reinterpret_cast<type *>(vm_all_shared)
 
 VM_DEVICE uint32_t vm_shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
@@ -236,6 +239,50 @@ VM_DEVICE void vm_copy_bulk(void *shared, const void *global, uint32_t bytes, ui
                  "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(vm_shared_address(barrier))
                  : "memory");
 }
+
+/* The block's number in its pair: 0 or 1. */
+VM_DEVICE uint32_t vm_pair_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+/* All threads of both blocks wait for each other. Before a block uses the other's shared memory, and before it ends. */
+VM_DEVICE void vm_meet_pair() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+/* Makes barriers that this thread has begun visible to the other block and to copies, after vm_meet_pair. */
+VM_DEVICE void vm_fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+/* Arrives at the barrier at the same place in the other block's shared memory. That orders execution, not ordinary
+ * writes: they would need a release for the whole cluster, which waits for all memory. */
+VM_DEVICE void vm_barrier_arrive_there(uint64_t *barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}" ::"r"(vm_shared_address(barrier)),
+        "r"(vm_pair_rank() ^ 1)
+        : "memory");
+}
+/* Starts to copy the map's box at (column, part, row). Barriers count its bytes as vm_copy_bulk's. With both, the box
+ * goes to the same place in both blocks' shared memory, and each block's barrier counts it. */
+VM_DEVICE void vm_copy_box(void *shared, const vm_tensor_map *map, uint32_t column, uint32_t part, uint32_t row,
+                           uint64_t *barrier, bool both) {
+    if (both)
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+            "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(vm_shared_address(shared)),
+            "l"(map), "r"(vm_shared_address(barrier)), "r"(column), "r"(part), "r"(row), "h"((unsigned short)3)
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+            "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(vm_shared_address(shared)),
+            "l"(map), "r"(vm_shared_address(barrier)), "r"(column), "r"(part), "r"(row)
+            : "memory");
+}
+
 /* Sets the registers of each thread of the warpgroup. */
 template <int COUNT>
 VM_DEVICE void vm_fewer_registers() {
@@ -251,14 +298,26 @@ VM_DEVICE void vm_more_registers() {
 VM_DEVICE uint64_t vm_matrix(const void *first, uint32_t rows, uint32_t columns) {
     return (uint64_t)(vm_shared_address(first) >> 4) | (uint64_t)(columns >> 4) << 16 | (uint64_t)(rows >> 4) << 32;
 }
+/* Rows of 64 numbers of 2 bytes, 128 bytes each, in swizzled order (vm_swizzled). Eight rows are 1024 bytes, at a
+ * multiple of that; the next eight follow. The next 64 columns are `columns` bytes further. A product takes 16 columns,
+ * from `first` on, of every row; or if transposed 16 rows. */
+VM_DEVICE uint64_t vm_matrix_swizzled(const void *first, uint32_t columns) {
+    return (uint64_t)(vm_shared_address(first) >> 4) | (uint64_t)(columns >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
+           1ull << 62;
+}
 /* The matrix `bytes` further, a multiple of 16. */
 VM_DEVICE uint64_t vm_matrix_at(uint64_t matrix, uint32_t bytes) { return matrix + (bytes >> 4); }
 
 /* Keeps the compiler from moving or retyping sums between products, which would stall them. */
 template <int N>
-VM_DEVICE void vm_wgmma_hold(float (&d)[2][N][4]) {
+VM_DEVICE void vm_wgmma_hold(float (&d)[N][4]) {
 #pragma unroll
-    for (int i = 0; i < 8 * N; i++) asm volatile("" : "+f"(d[i / 4 / N][i / 4 % N][i % 4])::"memory");
+    for (int i = 0; i < 4 * N; i++) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
+}
+template <int N>
+VM_DEVICE void vm_wgmma_hold(float (&d)[2][N][4]) {
+    vm_wgmma_hold(d[0]);
+    vm_wgmma_hold(d[1]);
 }
 /* Before the first product with registers that other code has written. */
 VM_DEVICE void vm_wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -308,8 +367,64 @@ VM_DEVICE void vm_wgmma_64(float (&d)[2][N][4], uint64_t a, uint64_t b) {
 #undef VM_WGMMA_96
 #undef VM_WGMMA_128
 }
+
+/* d = a b, or with ADD d += a b: 64x16 by 16 x 8N numbers, by a warpgroup; each warp has 16 rows. d[n][2 * i + e] is
+ * row lane / 4 + 8 i of these and column 8 n + lane % 4 * 2 + e. b is passed transposed, with ROWS as it is. N: 8, 32.
+ */
+template <typename T, int N, bool ROWS, bool ADD>
+VM_DEVICE void vm_wgmma(float (&d)[N][4], uint64_t a, uint64_t b) {
+#define VM_WGMMA_D8(n)                                                                                            \
+    VM_WGMMA_D(n), VM_WGMMA_D(n + 1), VM_WGMMA_D(n + 2), VM_WGMMA_D(n + 3), VM_WGMMA_D(n + 4), VM_WGMMA_D(n + 5), \
+        VM_WGMMA_D(n + 6), VM_WGMMA_D(n + 7)
+#define VM_WGMMA_D(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define VM_WGMMA_32(TYPES)                                                                                         \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16." TYPES                                                   \
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "                                            \
+                 "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, " \
+                 "%31}, %32, %33, %34, 1, 1, 0, %35;"                                                              \
+                 : VM_WGMMA_D8(0)                                                                                  \
+                 : "l"(a), "l"(b), "n"((int)ADD), "n"((int)ROWS))
+#define VM_WGMMA_128(TYPES)                                                                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16." TYPES                               \
+                 " {"                                                                           \
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "  \
+                 "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "  \
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "  \
+                 "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "  \
+                 "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, "  \
+                 "%77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, "  \
+                 "%92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, " \
+                 "%106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "     \
+                 "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"                   \
+                 "}, %128, %129, %130, 1, 1, 0, %131;"                                          \
+                 : VM_WGMMA_D8(0), VM_WGMMA_D8(8), VM_WGMMA_D8(16), VM_WGMMA_D8(24)             \
+                 : "l"(a), "l"(b), "n"((int)ADD), "n"((int)ROWS))
+    static_assert(N == 8 || N == 32, "64 or 256 columns");
+    constexpr bool F16 = std::is_same<T, vm_half>::value;
+    if constexpr (N == 8 && F16)
+        VM_WGMMA_32("f32.f16.f16");
+    else if constexpr (N == 8)
+        VM_WGMMA_32("f32.bf16.bf16");
+    else if constexpr (F16)
+        VM_WGMMA_128("f32.f16.f16");
+    else
+        VM_WGMMA_128("f32.bf16.bf16");
+#undef VM_WGMMA_D
+#undef VM_WGMMA_D8
+#undef VM_WGMMA_32
+#undef VM_WGMMA_128
+}
 #endif
 #endif
+
+/* A place in a ring, and the parity of its round. */
+template <int COUNT>
+struct vm_wgmma_turn {
+    uint32_t at = 0, parity = 0;
+    VM_METHOD void next() {
+        if (++at == COUNT) at = 0, parity ^= 1;
+    }
+};
 
 /* Rounds to nearest, ties to even; overflow is infinite; NaN stays NaN. */
 template <typename T>
@@ -318,6 +433,9 @@ VM_DEVICE T vm_from_float(float v) {
     vm_convert(v, &out);
     return out;
 }
+
+/* Where byte `at` of a matrix lies in swizzled order: 16-byte vector v of row r at v ^ (r & 7), rows of 128 bytes. */
+VM_DEVICE uint32_t vm_swizzled(uint32_t at) { return at ^ (at >> 7 & 7) << 4; }
 
 /* The inverse of vm_pack. */
 template <typename T>

@@ -47,6 +47,10 @@
     X(ModuleLoadData, "cuModuleLoadData", (CUmodule *, const void *))                                                 \
     X(ModuleUnload, "cuModuleUnload", (CUmodule))                                                                     \
     X(ModuleGetFunction, "cuModuleGetFunction", (CUfunction *, CUmodule, const char *))                               \
+    X(TensorMapEncodeTiled, "cuTensorMapEncodeTiled",                                                                 \
+      (CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,                \
+       const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,     \
+       CUtensorMapFloatOOBfill))                                                                                      \
     X(FuncSetAttribute, "cuFuncSetAttribute", (CUfunction, CUfunction_attribute, int))                                \
     X(FuncGetAttribute, "cuFuncGetAttribute", (int *, CUfunction_attribute, CUfunction))                              \
     X(LaunchKernel, "cuLaunchKernel",                                                                                 \

@@ -17,17 +17,18 @@ enum {
     VM_GPU_SLOT = 4 << 20 /* bytes of each */
 };
 
-/* The fat binaries. Each contains one kernel for the type and the device; conv has one for each tile. */
-#define VM_GPU_KERNELS(X)     \
-    X(LOAD, load)             \
-    X(STORE, store)           \
-    X(MERGE, norm)            \
-    X(PIXEL_NORM, pixel_norm) \
-    X(MOVE, move)             \
-    X(ATTENTION, attention)   \
-    X(BLEND, blend)           \
-    X(CONV, conv)             \
-    X(CONV_WGMMA, conv_wgmma) \
+/* The fat binaries. Each contains one kernel for the type and the device; attention and conv have one per shape. */
+#define VM_GPU_KERNELS(X)               \
+    X(LOAD, load)                       \
+    X(STORE, store)                     \
+    X(MERGE, norm)                      \
+    X(PIXEL_NORM, pixel_norm)           \
+    X(MOVE, move)                       \
+    X(BLEND, blend)                     \
+    X(ATTENTION, attention)             \
+    X(ATTENTION_WGMMA, attention_wgmma) \
+    X(CONV, conv)                       \
+    X(CONV_WGMMA, conv_wgmma)           \
     X(FRAMES, frames)
 typedef enum vm_gpu_kernel {
 #define VM_GPU_KERNEL(NAME, FATBIN) VM_KERNEL_##NAME,

@@ -9,17 +9,43 @@ VM_GPU_KERNELS(VM_GPU_FATBIN)
 
 static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
 
-/* Unsets wgmma if the device or its machine code lack the kernel: other GPUs do, and so does code that the driver
+/* Gives NULL if the device or its machine code lack the kernel: other GPUs do, and so does code that the driver
  * compiled from PTX. With another number of registers, which another nvcc may choose, the kernel would hang. */
-static vm_status check_wgmma(vm_gpu *g, CUfunction *out, const char *name) {
+static vm_status find_wgmma(const vm_gpu *g, vm_gpu_kernel of, const char *name, int want, CUfunction *out) {
     int registers = 0;
-    const CUresult found = g->d->ModuleGetFunction(out, g->module[VM_KERNEL_CONV_WGMMA], name);
-    g->wgmma = g->wgmma && found != CUDA_ERROR_NOT_FOUND;
-    if (!g->wgmma) return VM_OK;
+    CUfunction kernel;
+    *out = NULL;
+    if (g->capability != 90) return VM_OK;
+    const CUresult found = g->d->ModuleGetFunction(&kernel, g->module[of], name);
+    if (found == CUDA_ERROR_NOT_FOUND) return VM_OK;
     const vm_status s = vm_driver_check(g->d, found, name);
     if (s) return s;
-    VM_TRY(g, FuncGetAttribute(&registers, CU_FUNC_ATTRIBUTE_NUM_REGS, *out), "asking for a kernel's registers");
-    g->wgmma = registers == VM_WGMMA_REGISTERS;
+    VM_TRY(g, FuncGetAttribute(&registers, CU_FUNC_ATTRIBUTE_NUM_REGS, kernel), "asking for a kernel's registers");
+    if (registers == want) *out = kernel;
+    return VM_OK;
+}
+
+/* The kernel of attention for the type and the device. */
+static vm_status find_attention(vm_gpu *g) {
+    char name[32];
+    const char *const type = suffix[g->backend.dtype];
+    CUfunction pairs = NULL, *const kernel = &g->kernel[VM_KERNEL_ATTENTION];
+    snprintf(name, sizeof name, "vm_attention_%s_pairs", type);
+    if (g->backend.dtype != VM_F32) {
+        const vm_status s = find_wgmma(g, VM_KERNEL_ATTENTION_WGMMA, name, VM_PAIR_REGISTERS, &pairs);
+        if (s) return s;
+    }
+    g->attention = vm_attention_choose(g->backend.dtype, (size_t)g->shared_max, pairs != NULL);
+    if (g->attention.pairs)
+        *kernel = pairs;
+    else {
+        snprintf(name, sizeof name, "vm_attention_%s_%ux%u", type, g->attention.queries, g->attention.keys);
+        VM_TRY(g, ModuleGetFunction(kernel, g->module[VM_KERNEL_ATTENTION], name), name);
+    }
+    VM_TRY(g,
+           FuncSetAttribute(*kernel, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                            (int)vm_attention_shared(g->backend.dtype, g->attention, VM_ATTENTION_CHANNELS)),
+           "giving attention its shared memory");
     return VM_OK;
 }
 
@@ -28,7 +54,8 @@ static vm_status find_conv(vm_gpu *g, const vm_conv_tile *t, bool video, CUfunct
     const char *const type = suffix[g->backend.dtype], *const end = video ? "_video" : "";
     if (t->kind >= VM_CONV_WGMMA) {
         snprintf(name, sizeof name, "vm_conv_%s_wgmma_%u%s", type, t->outs, end);
-        const vm_status s = check_wgmma(g, out, name);
+        const vm_status s = find_wgmma(g, VM_KERNEL_CONV_WGMMA, name, VM_WGMMA_REGISTERS, out);
+        g->wgmma = g->wgmma && *out;
         if (s || !g->wgmma) return s;
     } else {
         snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u%s", type, t->rows, t->outs, t->stride, end);
@@ -58,16 +85,13 @@ vm_status vm_gpu_load_kernels(vm_gpu *g) {
 #define VM_GPU_IMAGE(NAME, FATBIN) vm_fatbin_##FATBIN,
     static const char *const images[] = {VM_GPU_KERNELS(VM_GPU_IMAGE)};
 #undef VM_GPU_IMAGE
-    char names[VM_KERNEL_CONV][32];
-    g->attention = vm_attention_choose(g->backend.dtype, (size_t)g->shared_max);
+    char names[VM_KERNEL_ATTENTION][32];
     snprintf(names[VM_KERNEL_LOAD], sizeof *names, "vm_load_%s", suffix[g->backend.dtype]);
     snprintf(names[VM_KERNEL_STORE], sizeof *names, "vm_store_%s", suffix[g->backend.dtype]);
     snprintf(names[VM_KERNEL_MERGE], sizeof *names, "vm_merge");
     snprintf(names[VM_KERNEL_PIXEL_NORM], sizeof *names, "vm_pixel_norm_%s", suffix[g->backend.dtype]);
     snprintf(names[VM_KERNEL_MOVE], sizeof *names, "vm_move_%s", suffix[g->backend.dtype]);
     snprintf(names[VM_KERNEL_BLEND], sizeof *names, "vm_blend");
-    snprintf(names[VM_KERNEL_ATTENTION], sizeof *names, "vm_attention_%s_%ux%u", suffix[g->backend.dtype],
-             g->attention.queries, g->attention.keys);
     for (int i = 0; i < VM_KERNELS_COUNT; i++) {
         const CUresult result = g->d->ModuleLoadData(&g->module[i], images[i]);
         if (result == CUDA_ERROR_NO_BINARY_FOR_GPU || result == CUDA_ERROR_INVALID_IMAGE ||
@@ -80,12 +104,10 @@ vm_status vm_gpu_load_kernels(vm_gpu *g) {
                 CUDA_VERSION / 1000, CUDA_VERSION % 1000 / 10);
         vm_status s = vm_driver_check(g->d, result, "loading kernels");
         if (s) return s;
-        if (i < VM_KERNEL_CONV) VM_TRY(g, ModuleGetFunction(&g->kernel[i], g->module[i], names[i]), names[i]);
+        if (i < VM_KERNEL_ATTENTION) VM_TRY(g, ModuleGetFunction(&g->kernel[i], g->module[i], names[i]), names[i]);
     }
-    VM_TRY(g,
-           FuncSetAttribute(g->kernel[VM_KERNEL_ATTENTION], CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                            (int)vm_attention_shared(g->backend.dtype, g->attention, VM_ATTENTION_CHANNELS)),
-           "giving attention its shared memory");
+    const vm_status s = find_attention(g);
+    if (s) return s;
     struct {
         CUfunction *to;
         const char *name;

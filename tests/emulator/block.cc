@@ -1,4 +1,4 @@
-/* Runs CUDA blocks on one CPU thread: a fiber a thread, one block after the other.
+/* Runs CUDA blocks on one CPU thread: a fiber a thread, one block after the other, or one pair of blocks.
  *
  * A fiber runs until it comes to a barrier or an operation of its warp. The last one to arrive lets all go on. Which
  * fiber runs next is random, but one warp runs as far as it can before another begins: in that order a missing barrier
@@ -15,6 +15,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include <functional>
 #include <vector>
 
 uint3 threadIdx, blockIdx;
@@ -22,7 +23,7 @@ dim3 blockDim, gridDim;
 
 namespace {
 
-enum { WARP = 32, WARPGROUP = 128, MOST_THREADS = 1024, STACK = 256 << 10 };
+enum { WARP = 32, WARPGROUP = 128, MOST_THREADS = 1024, PAIR = 2, STACK = 256 << 10 };
 
 #if defined(__x86_64__) && !defined(VM_UCONTEXT)
 extern "C" void vm_switch(void **from, void *to);
@@ -63,8 +64,9 @@ struct copy {
 
 struct fiber {
     context state;
-    uint32_t index; /* in the block */
-    uint3 thread;
+    uint32_t index; /* among all that run */
+    uint32_t rank;  /* of its block in a pair */
+    uint3 thread, block;
     bool done;
     const char *meets; /* what it waits for; NULL while it can run */
     vm_place at;
@@ -74,17 +76,17 @@ struct fiber {
     int groups;
 };
 
-/* The block that runs. */
+/* The block that runs, or the pair. */
 fiber fibers[MOST_THREADS];
-fiber *self, *first_arrived;
+fiber *self, *first_arrived[PAIR];
 context scheduler;
-uint32_t threads, arrived, gone;
+uint32_t blocks, threads, all; /* blocks that run, threads of each, threads of all */
+uint32_t arrived[PAIR], pair_arrived, gone, gone_of[PAIR];
 uint32_t ready[MOST_THREADS / WARP], warp_arrived[MOST_THREADS / WARP];
-uint32_t group_arrived[MOST_THREADS / WARPGROUP], some_arrived[16];
+uint32_t group_arrived[MOST_THREADS / WARPGROUP], some_arrived[PAIR][16];
 
 struct bulk {
-    char *to;
-    const char *from;
+    std::function<void()> copy;
     uint32_t bytes;
     uint64_t *barrier;
 };
@@ -98,7 +100,7 @@ struct product {
 /* Of each warpgroup: products that are still to be done, and how many groups of them were committed. */
 std::vector<product> products[MOST_THREADS / WARPGROUP];
 int product_groups[MOST_THREADS / WARPGROUP];
-char *stacks, *dynamic;
+char *stacks, *dynamic[PAIR];
 size_t dynamic_bytes;
 const vm_entry *kernel;
 const void *arguments;
@@ -130,19 +132,19 @@ void describe(char *out, size_t room) {
 [[noreturn]] void stuck() {
     const fiber *waits = nullptr;
     uint32_t same = 0;
-    for (uint32_t i = 0; i < threads; i++) {
+    for (uint32_t i = 0; i < all; i++) {
         if (fibers[i].done) continue;
         if (!waits) waits = &fibers[i];
         same += fibers[i].meets == waits->meets && fibers[i].at.line == waits->at.line;
     }
     self = nullptr;
     vm_fault("%u threads wait at %s (%s:%d) for ever: of %u, %u have exited and %u wait elsewhere", same, waits->meets,
-             waits->at.file, waits->at.line, threads, gone, threads - gone - same);
+             waits->at.file, waits->at.line, all, gone, all - gone - same);
 }
 
 uint32_t ready_warps() {
     uint32_t warps = 0;
-    for (uint32_t i = 0; i < (threads + WARP - 1) / WARP; i++) warps |= (uint32_t)(ready[i] != 0) << i;
+    for (uint32_t i = 0; i < (all + WARP - 1) / WARP; i++) warps |= (uint32_t)(ready[i] != 0) << i;
     return warps;
 }
 
@@ -153,12 +155,12 @@ void next(context &from) {
     uint32_t warp = self ? self->index / WARP : 0;
     if (!self || !ready[warp]) {
         uint32_t warps = ready_warps();
-        while (!warps && gone < threads && !bulks.empty()) { /* who waits may have come before the copy was begun */
+        while (!warps && gone < all && !bulks.empty()) { /* who waits may have come before the copy was begun */
             bulk_arrives((uint32_t)(chance() % bulks.size()));
             warps = ready_warps();
         }
         if (!warps) {
-            if (gone < threads) stuck();
+            if (gone < all) stuck();
             from.go(scheduler);
         }
         warp = any_bit(warps);
@@ -167,6 +169,7 @@ void next(context &from) {
     if (to == self) return;
     self = to;
     threadIdx = to->thread;
+    blockIdx = to->block;
     from.go(to->state);
 }
 
@@ -175,6 +178,7 @@ void fiber_main() {
     kernel->run(arguments);
     me->done = true;
     gone++;
+    gone_of[me->rank]++;
     ready[me->index / WARP] &= ~(1u << me->index % WARP);
     next(me->state);
     abort(); /* nobody comes back here */
@@ -196,17 +200,17 @@ void release(uint32_t first, uint32_t count) {
 
 void check_place(const fiber *other, const char *what, vm_place at) {
     if (other->meets == what && other->at.line == at.line) return;
-    vm_fault("at %s (%s:%d) while thread %u of the block waits at %s (%s:%d)", what, at.file, at.line, other->index,
-             other->meets, other->at.file, other->at.line);
+    vm_fault("at %s (%s:%d) while thread %u of those that run waits at %s (%s:%d)", what, at.file, at.line,
+             other->index, other->meets, other->at.file, other->at.line);
 }
 
 const char at_barrier[] = "__syncthreads", at_warp[] = "an operation of the warp";
 const char at_warpgroup[] = "an operation of the warpgroup", at_some[] = "a barrier of some threads";
-const char at_phase[] = "a barrier in shared memory";
+const char at_phase[] = "a barrier in shared memory", at_pair[] = "the barrier of a pair";
 
 /* Lets those go on that wait at `what` for `lent`. */
 void wake(const char *what, const void *lent) {
-    for (uint32_t i = 0; i < threads; i++) {
+    for (uint32_t i = 0; i < all; i++) {
         fiber &f = fibers[i];
         if (f.done || f.meets != what || f.lent != lent) continue;
         f.meets = nullptr;
@@ -218,15 +222,20 @@ __attribute__((no_sanitize("address"))) void fill_static() {
     for (volatile char *p = __start_vm_shared; p < __stop_vm_shared; p++) *p = (char)0xff;
 }
 
-void run_block(const dim3 &block) {
+void run_blocks(const uint3 &first) {
     self = nullptr;
-    arrived = gone = 0;
+    memset(arrived, 0, sizeof arrived);
+    memset(gone_of, 0, sizeof gone_of);
+    pair_arrived = gone = 0;
     fill_static();
-    if (dynamic_bytes) memset(dynamic, 0xff, dynamic_bytes);
-    for (uint32_t i = 0; i < threads; i++) {
+    for (uint32_t i = 0; i < blocks && dynamic_bytes; i++) memset(dynamic[i], 0xff, dynamic_bytes);
+    for (uint32_t i = 0; i < all; i++) {
         fiber &f = fibers[i];
+        const uint32_t at = i % threads;
         f.index = i;
-        f.thread = {i % block.x, i / block.x % block.y, i / block.x / block.y};
+        f.rank = i / threads;
+        f.thread = {at % blockDim.x, at / blockDim.x % blockDim.y, at / blockDim.x / blockDim.y};
+        f.block = {first.x + f.rank, first.y, first.z};
         f.done = false;
         f.meets = nullptr;
         f.copies.clear();
@@ -239,11 +248,12 @@ void run_block(const dim3 &block) {
     for (std::vector<product> &left : products) left.clear();
     memset(product_groups, 0, sizeof product_groups);
     bulks.clear();
-    release(0, threads);
+    release(0, all);
     next(scheduler);
     self = nullptr;
-    if (dynamic_bytes && !vm_guarded_whole(dynamic, dynamic_bytes, 16))
-        vm_fault("wrote beside the %zu bytes of dynamic shared memory", dynamic_bytes);
+    for (uint32_t i = 0; i < blocks && dynamic_bytes; i++)
+        if (!vm_guarded_whole(dynamic[i], dynamic_bytes, 16))
+            vm_fault("wrote beside the %zu bytes of dynamic shared memory", dynamic_bytes);
 }
 
 void on_signal(int number, siginfo_t *info, void *) {
@@ -304,16 +314,17 @@ void vm_fault(const char *format, ...) {
 }
 
 void vm_meet_block(vm_place at) {
-    if (arrived++)
-        check_place(first_arrived, at_barrier, at);
+    const uint32_t rank = self->rank;
+    if (arrived[rank]++)
+        check_place(first_arrived[rank], at_barrier, at);
     else
-        first_arrived = self;
-    if (arrived < threads) {
+        first_arrived[rank] = self;
+    if (arrived[rank] < threads) {
         wait(at_barrier, at);
         return;
     }
-    arrived = 0;
-    release(0, threads);
+    arrived[rank] = 0;
+    release(rank * threads, threads);
 }
 
 void vm_meet_warp(vm_place at, void *mine, void (*act)(void *const[WARP])) {
@@ -362,13 +373,37 @@ void vm_meet_warpgroup(vm_place at, void *mine, void (*act)(void *const[WARPGROU
 
 void vm_meet_count(vm_place at, uint32_t id, uint32_t count) {
     if (id < 1 || id > 15) vm_fault("barrier %u (%s:%d)", id, at.file, at.line);
-    self->lent = &some_arrived[id];
-    if (++some_arrived[id] < count) {
+    uint32_t *const here = &some_arrived[self->rank][id];
+    self->lent = here;
+    if (++*here < count) {
         wait(at_some, at);
         return;
     }
-    some_arrived[id] = 0;
-    wake(at_some, &some_arrived[id]);
+    *here = 0;
+    wake(at_some, here);
+}
+
+/* ---- pairs of blocks ---- */
+
+uint32_t vm_pair_rank() {
+    if (blocks != PAIR) vm_fault("a block that is in no pair");
+    return self->rank;
+}
+
+void vm_meet_both(vm_place at) {
+    vm_pair_rank();
+    self->lent = &pair_arrived;
+    if (++pair_arrived < all) {
+        wait(at_pair, at);
+        return;
+    }
+    pair_arrived = 0;
+    wake(at_pair, &pair_arrived);
+}
+
+void *vm_there(const void *p, uint32_t rank) {
+    if (gone_of[rank] == threads) vm_fault("shared memory of a block that has ended");
+    return dynamic[rank] + ((const char *)p - dynamic[vm_pair_rank()]);
 }
 
 /* ---- barriers in shared memory, products that are done later ---- */
@@ -376,12 +411,19 @@ void vm_meet_count(vm_place at, uint32_t id, uint32_t count) {
 namespace {
 struct phases {
     uint16_t count, left;
-    uint32_t parity : 1, bytes : 31; /* bytes: that are expected and not there yet */
+    uint32_t parity : 1;
+    int32_t bytes : 31; /* that are expected and not there yet; below 0: there and not yet expected */
 };
 static_assert(sizeof(phases) == sizeof(uint64_t), "one fits in the other");
 
+bool is_dynamic(const char *from, size_t bytes, uint32_t rank) {
+    return dynamic_bytes && from >= dynamic[rank] && from + bytes <= dynamic[rank] + dynamic_bytes;
+}
+
 phases *phases_of(uint64_t *barrier) {
-    if (!vm_is_shared(barrier, 8) || (uintptr_t)barrier % 8) vm_fault("a barrier at %p", (void *)barrier);
+    bool some = vm_is_shared(barrier, 8);
+    for (uint32_t i = 0; i < blocks; i++) some = some || is_dynamic((char *)barrier, 8, i);
+    if (!some || (uintptr_t)barrier % 8) vm_fault("a barrier at %p", (void *)barrier);
     phases *const p = (phases *)barrier;
     if (!p->count || p->count > MOST_THREADS) vm_fault("a barrier that nobody has begun");
     return p;
@@ -395,10 +437,10 @@ void look(uint64_t *barrier) {
     wake(at_phase, barrier);
 }
 
-void copy_bulk(const bulk &copy) {
-    memcpy(copy.to, copy.from, copy.bytes);
-    phases_of(copy.barrier)->bytes -= copy.bytes;
-    look(copy.barrier);
+void copy_bulk(const bulk &one) {
+    one.copy();
+    phases_of(one.barrier)->bytes -= (int32_t)one.bytes;
+    look(one.barrier);
 }
 
 /* One that is on its way. */
@@ -420,7 +462,7 @@ void vm_barrier_here(uint64_t *barrier, uint32_t bytes) {
     phases *const p = phases_of(barrier);
     if (!p->left) vm_fault("a barrier that more threads come to than it counts");
     p->left--;
-    p->bytes += bytes;
+    p->bytes += (int32_t)bytes;
     look(barrier);
 }
 
@@ -438,13 +480,14 @@ void vm_barrier_until(vm_place at, uint64_t *barrier, uint32_t parity) {
     }
 }
 
-void vm_bulk_later(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
-    const bulk copy = {(char *)shared, (const char *)global, bytes, barrier};
-    if (phases_of(barrier)->bytes < bytes) vm_fault("a bulk copy of %u bytes that nobody expects", bytes);
+void vm_bulk_later(std::function<void()> copy, uint32_t bytes, uint64_t *barrier, bool expected) {
+    const bulk one = {std::move(copy), bytes, barrier};
+    if (expected && phases_of(barrier)->bytes < (int32_t)bytes)
+        vm_fault("a bulk copy of %u bytes that nobody expects", bytes);
     if (chance() & 1)
-        copy_bulk(copy);
+        copy_bulk(one);
     else
-        bulks.push_back(copy);
+        bulks.push_back(one);
 }
 
 void vm_product_later(void (*work)(const void *), const void *what, size_t bytes) {
@@ -469,13 +512,12 @@ void vm_product_finish(int but) {
 
 void *vm_dynamic_shared() {
     if (!dynamic_bytes) vm_fault("dynamic shared memory, of which the launch gave none");
-    return dynamic;
+    return dynamic[self->rank];
 }
 
 bool vm_is_shared(const void *p, size_t bytes) {
     const char *const from = (const char *)p, *const to = from + bytes;
-    return (dynamic_bytes && from >= dynamic && to <= dynamic + dynamic_bytes) ||
-           (from >= __start_vm_shared && to <= __stop_vm_shared);
+    return is_dynamic(from, bytes, self ? self->rank : 0) || (from >= __start_vm_shared && to <= __stop_vm_shared);
 }
 
 static void copy_now(const copy &c) {
@@ -530,6 +572,11 @@ vm_outcome vm_run_grid(const vm_entry *entry, const uint32_t grid[3], const uint
     if (!vm_grid_fits(grid, block))
         return refuse("%s: no grid (%u, %u, %u) of blocks (%u, %u, %u)", entry->name, grid[0], grid[1], grid[2],
                       block[0], block[1], block[2]);
+    blocks = entry->pairs ? PAIR : 1;
+    threads = block[0] * block[1] * block[2];
+    all = blocks * threads;
+    if (entry->pairs && (grid[0] % PAIR || threads % WARPGROUP || all > MOST_THREADS))
+        return refuse("%s: no pairs of %u blocks of %u threads", entry->name, grid[0], threads);
     if (!stacks) {
         const size_t page = (size_t)getpagesize(), bytes = MOST_THREADS * (STACK + page);
         stacks =
@@ -542,23 +589,22 @@ vm_outcome vm_run_grid(const vm_entry *entry, const uint32_t grid[3], const uint
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
     blockIdx = {0, 0, 0};
-    threads = block[0] * block[1] * block[2];
     random_state = random_seed;
     dynamic_bytes = shared_bytes;
-    dynamic = shared_bytes ? (char *)vm_guarded_take(shared_bytes, 16) : nullptr;
+    for (uint32_t i = 0; i < blocks && shared_bytes; i++) dynamic[i] = (char *)vm_guarded_take(shared_bytes, 16);
     signals caught;
     vm_outcome outcome = (vm_outcome)sigsetjmp(escape, 1);
     if (outcome == VM_RAN) {
         inside = 1;
         for (uint32_t z = 0; z < grid[2]; z++)
             for (uint32_t y = 0; y < grid[1]; y++)
-                for (uint32_t x = 0; x < grid[0]; x++) {
+                for (uint32_t x = 0; x < grid[0]; x += blocks) {
                     blockIdx = {x, y, z};
-                    run_block(blockDim);
+                    run_blocks(blockIdx);
                 }
     }
     inside = 0;
-    if (dynamic) vm_guarded_give(dynamic, dynamic_bytes, 16);
+    for (uint32_t i = 0; i < blocks && shared_bytes; i++) vm_guarded_give(dynamic[i], shared_bytes, 16);
     return outcome;
 }
 

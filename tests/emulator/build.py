@@ -31,7 +31,7 @@ CXX_FLAGS = ["-std=c++17", "-march=native", "-ffp-contract=fast", "-fno-gnu-uniq
 KERNEL_FLAGS = [*CXX_FLAGS, "-Wno-unknown-pragmas", "-DVM_EMULATED", "-iquote", str(CUDA), "-iquote", str(HERE)]
 ENTRY = (
     "static vm_entry_of<decltype(vm_args_of({0})), {0}> vm_entry_{0}"
-    ' __attribute__((section(".data.vm_entries")))("{0}");\n'
+    ' __attribute__((section(".data.vm_entries")))("{0}", {1});\n'
 )
 
 
@@ -103,9 +103,9 @@ def compile_kernels(source: Path) -> Path:
     def make(object_: Path) -> None:
         expanded = object_.with_suffix(".ii")
         run(compiler("g++"), *KERNEL_FLAGS, "-E", "-include", HERE / "block.h", "-o", expanded, "-x", "c++", source)
-        names = re.findall(r"\bextern\s+\"C\"\s+vm_kernel\s+(\w+)\s*\(", expanded.read_text())
+        found = re.findall(r"\bextern\s+\"C\"\s+vm_kernel(_of_pairs)?\s+(\w+)\s*\(", expanded.read_text())
         with expanded.open("a") as file:
-            file.writelines(ENTRY.format(name) for name in names)
+            file.writelines(ENTRY.format(name, "true" if pairs else "false") for pairs, name in found)
         run(compiler("g++"), *KERNEL_FLAGS, "-c", "-o", object_, expanded)
         sections = set(re.findall(r"\s(\.bss\S*)\s", run("objdump", "-h", object_)))
         run("objcopy", *(f"--rename-section={name}=vm_shared" for name in sections), object_)
@@ -119,7 +119,16 @@ def link(name: str, kernels: Sequence[Path], *more: object) -> Path:
     def make(library: Path) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_kernels, kernels))
-        own = ["-Wl,-Bsymbolic", "-iquote", HERE, HERE / "block.cc"]
+        own = [
+            "-Wl,-Bsymbolic",
+            "-DVM_EMULATED",
+            "-iquote",
+            HERE,
+            "-iquote",
+            CUDA,
+            HERE / "block.cc",
+            HERE / "tensor.cc",
+        ]
         run(compiler("g++"), *CXX_FLAGS, "-shared", "-o", library, *own, *more, *objects, "-pthread")
 
     return kept(name, make, *kernels, *more)
@@ -137,7 +146,15 @@ class Kernels:
 
     def __init__(self, sources: Sequence[Path]):
         self.library = ctypes.CDLL(str(link("libkernels.so", sources)))
-        self.library.emulator_error.restype = ctypes.c_char_p
+        self.library.emulator_error.restype = self.library.emulator_map.restype = ctypes.c_char_p
+
+    def map(self, dtype: str, first: int, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]):
+        """A vm_tensor_map of numbers of 2 bytes; strides in bytes."""
+        out = (ctypes.c_uint64 * 16)()
+        sizes = (ctypes.c_uint64 * 3)(*dims), (ctypes.c_uint64 * 2)(*strides), (ctypes.c_uint32 * 3)(*box)
+        if refused := self.library.emulator_map(out, ctypes.c_void_p(first), *sizes):
+            raise RuntimeError(f"expected {refused.decode()}")
+        return out
 
     def launch(self, kernel, grid, block, args: ctypes.Structure, shared: int = 0, seed: int = 1) -> None:
         sizes = [(ctypes.c_uint32 * 3)(*(*size, 1, 1)[:3]) for size in (grid, block)]

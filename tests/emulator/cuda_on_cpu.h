@@ -5,6 +5,7 @@
  * - barriers and warp operations that not all threads reach, at the same line, are faults and not hangs;
  * - shared memory holds NaNs when a block begins, and lies against memory that may not be touched;
  * - an asynchronous copy arrives at once or when it is waited for, as chance has it;
+ * - a block that uses the shared memory of one that has ended is a fault;
  * - vectors and rows that are not aligned are faults. */
 #ifndef VM_CUDA_ON_CPU_H
 #define VM_CUDA_ON_CPU_H
@@ -15,6 +16,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <functional>
 #include <type_traits>
 
 #define __global__
@@ -28,8 +30,10 @@
  * NaNs. */
 #define __shared__ static
 
-typedef void vm_kernel; /* build.py finds the kernels by this word */
+typedef void vm_kernel, vm_kernel_of_pairs; /* build.py finds the kernels by these words */
 #define VM_KERNEL extern "C" vm_kernel
+#define VM_PAIRS extern "C" vm_kernel_of_pairs
+#define VM_ARGS const
 #define VM_DEVICE static inline
 #define VM_METHOD inline
 
@@ -278,13 +282,27 @@ static inline void vm_mma_16816(float d[4], const uint32_t a[4], const uint32_t 
 /* block.cc: a barrier is its count, how many are still to arrive, and the parity of the phase under way. */
 void vm_barrier_begin(uint64_t *barrier, uint32_t count);
 void vm_barrier_here(uint64_t *barrier, uint32_t bytes); /* and expects so many more bytes */
-void vm_bulk_later(void *shared, const void *global, uint32_t bytes, uint64_t *barrier);
+/* expected: the barrier must already expect the bytes. */
+void vm_bulk_later(std::function<void()> copy, uint32_t bytes, uint64_t *barrier, bool expected);
 void vm_barrier_until(vm_place at, uint64_t *barrier, uint32_t parity);
 /* block.cc: does work(what) now or when the warpgroup waits for it, as chance has it, one after the other. */
 void vm_product_later(void (*work)(const void *what), const void *what, size_t bytes);
 void vm_product_commit();
 void vm_product_finish(int but);
 
+/* Pairs of blocks. vm_there: the same place in the shared memory of block `rank`. */
+struct vm_tensor_map;
+uint32_t vm_pair_rank();
+void vm_meet_both(vm_place at);
+void *vm_there(const void *p, uint32_t rank);
+void vm_copy_box(void *shared, const vm_tensor_map *map, uint32_t column, uint32_t part, uint32_t row,
+                 uint64_t *barrier, bool both); /* tensor.cc */
+
+static inline void vm_meet_pair(VM_PLACE) { vm_meet_both({file, line}); }
+static inline void vm_fence_barriers() {}
+static inline void vm_barrier_arrive_there(uint64_t *barrier) {
+    vm_barrier_here((uint64_t *)vm_there(barrier, vm_pair_rank() ^ 1), 0);
+}
 static inline void vm_barrier_init(uint64_t *barrier, uint32_t count) { vm_barrier_begin(barrier, count); }
 static inline void vm_barrier_arrive(uint64_t *barrier) { vm_barrier_here(barrier, 0); }
 static inline void vm_barrier_expect(uint64_t *barrier, uint32_t bytes) { vm_barrier_here(barrier, bytes); }
@@ -292,7 +310,7 @@ static inline void vm_copy_bulk(void *shared, const void *global, uint32_t bytes
     vm_check_aligned(shared, "bulk copy to shared memory");
     vm_check_aligned(global, "bulk copy from global memory");
     if (bytes % 16 || !vm_is_shared(shared, bytes)) vm_fault("bulk copy of %u bytes to %p", bytes, shared);
-    vm_bulk_later(shared, global, bytes, barrier);
+    vm_bulk_later([=] { memcpy(shared, global, bytes); }, bytes, barrier, true);
 }
 static inline void vm_barrier_wait(uint64_t *barrier, uint32_t parity, VM_PLACE) {
     vm_barrier_until({file, line}, barrier, parity);
@@ -314,10 +332,15 @@ static inline uint64_t vm_matrix(const void *first, uint32_t rows, uint32_t colu
     const uint64_t at = (uint64_t)((const char *)first - (const char *)vm_dynamic_shared());
     return at >> 4 | (uint64_t)(columns >> 4) << 16 | (uint64_t)(rows >> 4) << 32;
 }
+static inline uint64_t vm_matrix_swizzled(const void *first, uint32_t columns) {
+    return vm_matrix(first, 1024, columns) | 1ull << 62;
+}
 static inline uint64_t vm_matrix_at(uint64_t matrix, uint32_t bytes) {
     if (bytes % 16) vm_fault("a matrix %u bytes further", bytes);
     return matrix + (bytes >> 4);
 }
+template <int N>
+static inline void vm_wgmma_hold(float (&)[N][4]) {}
 template <int N>
 static inline void vm_wgmma_hold(float (&)[2][N][4]) {}
 static inline void vm_wgmma_begin() {}
@@ -329,57 +352,89 @@ static inline void vm_wgmma_wait(VM_PLACE) {
     vm_meet_warpgroup({file, line}, nullptr, [](void *const[128]) { vm_product_finish(N); });
 }
 
-template <int N>
+/* Number (r, c) of a matrix that is passed transposed, or with `rows` as it is. */
+template <typename T>
+static inline float vm_matrix_number(uint64_t matrix, uint32_t r, uint32_t c, bool rows) {
+    const uint32_t further = (matrix >> 32 & 0x3fff) << 4, columns = (matrix >> 16 & 0x3fff) << 4;
+    const bool swizzled = matrix >> 62;
+    size_t byte = (matrix & 0x3fff) << 4;
+    if (rows) std::swap(r, c);
+    if (!swizzled)
+        byte += r / 8 * further + r % 8 * 16 + c / 8 * columns + c % 8 * 2;
+    else
+        byte += r / 8 * further + r % 8 * 128 + c / 64 * columns + c % 64 * 2;
+    if (swizzled) byte ^= byte / 128 % 8 * 16;
+    const char *const at = (const char *)vm_dynamic_shared() + byte;
+    if (!vm_is_shared(at, 2)) vm_fault("wgmma from %p, which is not shared memory", at);
+    T v;
+    memcpy(&v, at, 2);
+    return vm_to_float(v);
+}
+
+/* What the lanes of a warpgroup lend: the first of their sums. */
 struct vm_wgmma_lent {
-    float (*d)[N][4];
+    float *d;
+    uint64_t a, b;
+};
+struct vm_wgmma_work {
+    float *d[128];
     uint64_t a, b;
 };
 template <int N>
-struct vm_wgmma_work {
-    float (*d[128])[N][4];
-    uint64_t a, b;
+struct vm_columns { /* 8 N, or more */
+    typedef float row __attribute__((vector_size(512)));
 };
-/* Products are exact; each sum is rounded. */
-template <typename T, int N, int HALF>
+template <>
+struct vm_columns<8> {
+    typedef float row __attribute__((vector_size(256)));
+};
+template <>
+struct vm_columns<32> {
+    typedef float row __attribute__((vector_size(1024)));
+};
+/* place(m, n): which of a lane's sums has row m and column n. Products are exact; each sum is rounded. */
+template <typename T, int N, bool ROWS, bool ADD, int (*place)(int, int)>
 static inline void vm_wgmma_now(const void *what) {
-    const vm_wgmma_work<N> *const work = (const vm_wgmma_work<N> *)what;
-    typedef float row __attribute__((vector_size(512))); /* up to 128 columns */
-    const auto number = [](uint64_t matrix, uint32_t r, uint32_t c) {
-        const uint32_t rows = (matrix >> 32 & 0x3fff) << 4, columns = (matrix >> 16 & 0x3fff) << 4;
-        const char *const at = (const char *)vm_dynamic_shared() + ((matrix & 0x3fff) << 4) + r / 8 * rows +
-                               r % 8 * 16 + c / 8 * columns + c % 8 * 2;
-        if (!vm_is_shared(at, 2)) vm_fault("wgmma from %p, which is not shared memory", at);
-        T v;
-        memcpy(&v, at, 2);
-        return vm_to_float(v);
-    };
+    const vm_wgmma_work *const work = (const vm_wgmma_work *)what;
+    typedef typename vm_columns<N>::row row;
     row b[16] = {};
     for (int k = 0; k < 16; k++)
-        for (int n = 0; n < 8 * N; n++) b[k][n] = number(work->b, (uint32_t)n, (uint32_t)k);
-    for (uint32_t m = 0; m < 64; m++) {
+        for (int n = 0; n < 8 * N; n++) b[k][n] = vm_matrix_number<T>(work->b, (uint32_t)n, (uint32_t)k, ROWS);
+    for (int m = 0; m < 64; m++) {
         row sum = {};
-        const auto place = [&](int n) -> float & {
-            return work->d[m / 16 * 32 + m % 8 * 4 + n % 8 / 2][m / 8 % 2][n / 8][2 * HALF + n % 2];
-        };
-        for (int n = 0; n < 8 * N; n++) sum[n] = place(n);
-        for (uint32_t k = 0; k < 16; k++) sum += number(work->a, m, k) * b[k];
-        for (int n = 0; n < 8 * N; n++) place(n) = sum[n];
+        const auto number = [&](int n) -> float & { return work->d[m / 16 * 32 + m % 8 * 4 + n % 8 / 2][place(m, n)]; };
+        for (int n = 0; ADD && n < 8 * N; n++) sum[n] = number(n);
+        for (uint32_t k = 0; k < 16; k++) sum += vm_matrix_number<T>(work->a, (uint32_t)m, k, false) * b[k];
+        for (int n = 0; n < 8 * N; n++) number(n) = sum[n];
     }
 }
-template <typename T, int N, int HALF>
-static inline void vm_wgmma_64(float (&d)[2][N][4], uint64_t a, uint64_t b, VM_PLACE) {
-    vm_wgmma_lent<N> mine = {d, a, b};
-    vm_meet_warpgroup({file, line}, &mine, [](void *const lanes[128]) {
-        vm_wgmma_work<N> work;
-        const vm_wgmma_lent<N> *const first = (vm_wgmma_lent<N> *)lanes[0];
+template <typename T, int N, bool ROWS, bool ADD, int (*place)(int, int)>
+static inline void vm_wgmma_begin_of(float *d, uint64_t a, uint64_t b, vm_place at) {
+    vm_wgmma_lent mine = {d, a, b};
+    vm_meet_warpgroup(at, &mine, [](void *const lanes[128]) {
+        vm_wgmma_work work;
+        const vm_wgmma_lent *const first = (vm_wgmma_lent *)lanes[0];
         work.a = first->a, work.b = first->b;
         for (int i = 0; i < 128; i++) {
-            const vm_wgmma_lent<N> *const l = (vm_wgmma_lent<N> *)lanes[i];
+            const vm_wgmma_lent *const l = (vm_wgmma_lent *)lanes[i];
             if (l->a != work.a || l->b != work.b) vm_fault("a warpgroup multiplies different matrices");
             work.d[i] = l->d;
         }
-        vm_product_later(vm_wgmma_now<T, N, HALF>, &work, sizeof work);
+        vm_product_later(vm_wgmma_now<T, N, ROWS, ADD, place>, &work, sizeof work);
     });
+}
+template <int N, int HALF>
+static inline int vm_wgmma_64_place(int m, int n) {
+    return (m / 8 % 2 * N + n / 8) * 4 + 2 * HALF + n % 2;
+}
+template <typename T, int N, int HALF>
+static inline void vm_wgmma_64(float (&d)[2][N][4], uint64_t a, uint64_t b, VM_PLACE) {
+    vm_wgmma_begin_of<T, N, false, true, vm_wgmma_64_place<N, HALF>>(&d[0][0][0], a, b, {file, line});
+}
+static inline int vm_wgmma_place(int m, int n) { return n / 8 * 4 + m / 8 % 2 * 2 + n % 2; }
+template <typename T, int N, bool ROWS, bool ADD>
+static inline void vm_wgmma(float (&d)[N][4], uint64_t a, uint64_t b, VM_PLACE) {
+    vm_wgmma_begin_of<T, N, ROWS, ADD, vm_wgmma_place>(&d[0][0], a, b, {file, line});
 }
 
 #endif

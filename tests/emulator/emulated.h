@@ -86,6 +86,7 @@ extern thread_local bool gpu_waited; /* for all work, since this thread entered 
 size_t gpu_setting(const char *name, size_t otherwise); /* of the environment, as it is now */
 size_t gpu_total();
 size_t gpu_granularity();
+int capability();      /* 90 for 9.0 */
 int gpu_shared_most(); /* bytes a block, where asked for */
 CUresult gpu_take(size_t bytes, bool host, void **out);
 /* Waits for nothing: a fault while work is in flight, which may use it, unless this thread has waited for all work since it

@@ -8,7 +8,7 @@
  *   VAEMEM_EMULATED_CUDNN=0             and each of cuDNN's plans, from its first run on (libcudnn.c)
  *   VAEMEM_EMULATED_L2=1048576          bytes of its L2 cache
  *   VAEMEM_EMULATED_MULTIPROCESSORS=4   of the device
- *   VAEMEM_EMULATED_REGISTERS=128       of a thread of each kernel
+ *   VAEMEM_EMULATED_REGISTERS           of a thread of each kernel; 168 for pairs of blocks, 128 for others
  *   VAEMEM_EMULATED_DRIVER=12040        version that the driver says it is
  *
  * Device memory is host memory, filled with 0xff. Calls that CUDA forbids are refused as CUDA does. What gives
@@ -48,11 +48,7 @@ call::call(needs n) {
     if (inject.sticky) gpu.failed = inject.code;
 }
 
-namespace {
-
 int capability() { return (int)gpu_setting("VAEMEM_EMULATED_SM", 90); }
-
-}  // namespace
 
 int gpu_shared_most() {
     switch (capability()) {

@@ -159,11 +159,25 @@ CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute which, int value)
     f->shared_most = (size_t)value;
     return CUDA_SUCCESS;
 }
-CUresult cuFuncGetAttribute(int *out, CUfunction_attribute which, CUfunction) {
+CUresult cuFuncGetAttribute(int *out, CUfunction_attribute which, CUfunction f) {
     ENTER(A_CONTEXT);
     WANT(which == CU_FUNC_ATTRIBUTE_NUM_REGS, CUDA_ERROR_NOT_SUPPORTED);
-    *out = (int)gpu_setting("VAEMEM_EMULATED_REGISTERS", 128);
+    /* as nvcc gives them to the kernels that set their threads' registers, of 384 and of 512 threads */
+    *out = (int)gpu_setting("VAEMEM_EMULATED_REGISTERS", f->entry->pairs ? 168 : 128);
     return CUDA_SUCCESS;
+}
+CUresult cuTensorMapEncodeTiled(CUtensorMap *out, CUtensorMapDataType type, cuuint32_t rank, void *first,
+                                const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
+                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+    ENTER(THE_DRIVER);
+    WANT(type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CUDA_ERROR_NOT_SUPPORTED);
+    WANT(rank == 3 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
+             fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+         CUDA_ERROR_NOT_SUPPORTED);
+    WANT(steps[0] == 1 && steps[1] == 1 && steps[2] == 1 && (uintptr_t)out % 64 == 0, CUDA_ERROR_INVALID_VALUE);
+    const uint64_t sizes[] = {dims[0], dims[1], dims[2]}, further[] = {strides[0], strides[1]};
+    return vm_map_write(out, first, sizes, further, box) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                         unsigned shared, CUstream stream, void **params, void **extra) {
@@ -176,6 +190,7 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, uns
         std::vector<char> args;
     } l = {f->entry, {gx, gy, gz}, {bx, by, bz}, shared, {}};
     WANT(vm_grid_fits(l.grid, l.block) && shared <= f->shared_most, CUDA_ERROR_INVALID_VALUE);
+    WANT(!f->entry->pairs || (capability() >= 90 && gx % 2 == 0), CUDA_ERROR_INVALID_CLUSTER_SIZE);
     WANT(params && !extra, CUDA_ERROR_INVALID_VALUE);
     l.args.assign((const char *)params[0], (const char *)params[0] + f->entry->args_bytes);
     return stream_push(s, [l] {

@@ -110,7 +110,104 @@ VM_KERNEL vm_probe_groups(probe_args a) {
     vm_store16((uint4 *)a.out + 256 + i, s[256 + i]);
 }
 
+#ifdef VM_HAS_WGMMA
+/* map: boxes of 32 x 1 x 64 numbers. */
+struct probe_map_args {
+    vm_tensor_map map;
+    void *out;
+    uint32_t column, part, row;
+};
+enum { BOX = 32 * 64 };
+
+/* Both blocks of a pair copy a box to both, the second's 64 columns further; out [blocks][2 boxes][32][64]. */
+VM_PAIRS __launch_bounds__(128, 1) vm_probe_boxes(VM_ARGS probe_map_args a) {
+    VM_SHARED(uint16_t, boxes);
+    uint64_t *const full = reinterpret_cast<uint64_t *>(boxes + 2 * BOX), *const empty = full + 1;
+    const uint32_t rank = vm_pair_rank();
+    uint16_t *const out = static_cast<uint16_t *>(a.out) + blockIdx.x * 2 * BOX;
+    if (threadIdx.x == 0) {
+        vm_barrier_init(full, 1);
+        vm_barrier_init(empty, blockDim.x);
+        vm_fence_barriers();
+    }
+    vm_meet_pair();
+    for (uint32_t turn = 0; turn < 2; turn++) {
+        if (threadIdx.x == 0) {
+            vm_barrier_expect(full, 2 * BOX * 2);
+            vm_copy_box(boxes + rank * BOX, &a.map, a.column + rank * 64 + turn, a.part, a.row, full, true);
+        }
+        vm_barrier_wait(full, turn);
+        for (uint32_t i = threadIdx.x; i < 2 * BOX; i += blockDim.x) {
+            const uint16_t got = boxes[vm_swizzled(i * 2) / 2];
+            out[i] = turn ? out[i] + got : got;
+        }
+        vm_barrier_arrive_there(empty); /* the other block may copy to this one again */
+        vm_barrier_wait(empty, turn);
+        __syncthreads(); /* and this one to itself */
+    }
+    vm_meet_pair();
+}
+
+/* In rows of 256 numbers: a and b, 64 rows of 64 numbers, and v, 32 rows. out: [64][64] = a b^T, then [64][256] += a v
+ * with a's first 32 columns. */
+template <typename T>
+VM_DEVICE void products(const probe_map_args &args) {
+    VM_SHARED(char, shared);
+    uint64_t *const full = reinterpret_cast<uint64_t *>(shared + 8 * BOX * 2);
+    if (threadIdx.x == 0) {
+        vm_barrier_init(full, 1);
+        vm_fence_async();
+        vm_barrier_expect(full, 8 * BOX * 2);
+        for (uint32_t i = 0; i < 8; i++)
+            vm_copy_box(shared + i * BOX * 2, &args.map, i < 4 ? 0 : (i - 4) * 64, 0, i < 4 ? i * 32 : 128, full,
+                        false);
+    }
+    __syncthreads();
+    vm_barrier_wait(full, 0);
+    const uint64_t a = vm_matrix_swizzled(shared, 0), b = vm_matrix_swizzled(shared + 2 * BOX * 2, 0);
+    const uint64_t v = vm_matrix_swizzled(shared + 4 * BOX * 2, BOX * 2);
+    float *const out = static_cast<float *>(args.out), *const more = out + 64 * 64;
+    const uint32_t row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    const auto at = [&](int n, int e) { return row + e / 2 * 8 + (n * 8 + column + e % 2) * 64; };
+    float d[8][4] = {}, o[32][4];
+    for (int i = 0; i < 128; i++) o[i / 4][i % 4] = more[at(i / 4, i % 4)];
+    vm_wgmma_hold(o);
+    vm_wgmma_begin();
+    vm_wgmma<T, 8, false, false>(d, a, b);
+#pragma unroll
+    for (uint32_t i = 1; i < 4; i++) vm_wgmma<T, 8, false, true>(d, vm_matrix_at(a, i * 32), vm_matrix_at(b, i * 32));
+    vm_wgmma_commit();
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) vm_wgmma<T, 32, true, true>(o, vm_matrix_at(a, i * 32), vm_matrix_at(v, i * 2048));
+    vm_wgmma_commit();
+    vm_wgmma_wait<1>();
+    vm_wgmma_hold(d);
+    for (int i = 0; i < 32; i++) out[at(i / 4, i % 4)] = d[i / 4][i % 4];
+    vm_wgmma_wait<0>();
+    vm_wgmma_hold(o);
+    for (int i = 0; i < 128; i++) more[at(i / 4, i % 4)] = o[i / 4][i % 4];
+}
+VM_KERNEL __launch_bounds__(128, 1) vm_probe_products_f16(VM_ARGS probe_map_args a) { products<vm_half>(a); }
+VM_KERNEL __launch_bounds__(128, 1) vm_probe_products_bf16(VM_ARGS probe_map_args a) { products<vm_bfloat16>(a); }
+#endif
+
 /* ---- wrong ---- */
+
+#ifdef VM_HAS_WGMMA
+/* The first block does not wait for the second one, which uses its shared memory. */
+VM_PAIRS __launch_bounds__(128, 1) vm_probe_ends(VM_ARGS probe_map_args a) {
+    VM_SHARED(uint64_t, barrier);
+    if (threadIdx.x == 0) {
+        vm_barrier_init(barrier, blockDim.x);
+        vm_fence_barriers();
+    }
+    vm_meet_pair();
+    if (vm_pair_rank() == 0) return;
+    for (uint32_t i = 0; i < 32; i++) __syncthreads();
+    vm_barrier_arrive_there(barrier);
+    *static_cast<uint32_t *>(a.out) = 1;
+}
+#endif
 
 /* out[i] = in[neighbour], one barrier short. */
 VM_KERNEL vm_probe_race(probe_args a) {
