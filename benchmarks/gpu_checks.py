@@ -45,7 +45,8 @@ def one(args: argparse.Namespace) -> bool:
     """Decodes a small image and compares it with the CPU's in float32; then times a large one."""
     start = time.perf_counter()
     vae = decoder("cuda", args.dtype, args.convolution)
-    report("open", convolution=args.convolution, seconds=round(time.perf_counter() - start, 2))
+    kernels = {"convolution": args.convolution, "attention": vae._device.backend.attention}
+    report("open", **kernels, seconds=round(time.perf_counter() - start, 2))
     z = latents(args.compare)
     got, want = vae.decode(z), decoder("cpu", "float32").decode(z)
     error = float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))

@@ -143,6 +143,7 @@ STEPS = {
     "scaling": Step(40, lambda s: [scaling(s)]),
     "videos": Step(90, lambda s: [s.check("videos", *([] if s.small else ["--with-torch"]))]),
     # ---- only by name ----
+    "attention": Step(30, lambda s: [attention(s)]),
     "parts": Step(40, lambda s: [s.decode(0, "--parts", "--rounds", "5", "--label", "parts")]),
     "repeats": Step(25, lambda s: [s.check("repeats")]),
     "vae": Step(90, lambda s: [s.tests("tests/test_cuda_vae.py", "tests/test_cuda_videos.py")], ON_GPU),
@@ -181,6 +182,12 @@ def passes(scale: Scale, way: str) -> Command:
 def tiles(scale: Scale) -> Command:
     small = ["--sizes", "8", *scale.torch] if scale.small else []
     return bench("conv_tiles.py", "--dtypes", "bfloat16", "--rounds", "1", "--case-seconds", "0.5", *small)
+
+
+def attention(scale: Scale) -> Command:
+    """Every kernel of attention, next to each other."""
+    small = ["--sizes", "64", "--rounds", "1", *scale.torch] if scale.small else []
+    return bench("attention_kernels.py", "--dtypes", "bfloat16", "--case-seconds", "1", *small)
 
 
 def scaling(scale: Scale) -> Command:

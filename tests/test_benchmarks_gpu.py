@@ -19,6 +19,7 @@ from engine import SMALL, config, latents, small_vae
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import attention_kernels
 import common
 import contest
 import conv_tiles
@@ -473,6 +474,25 @@ def test_tiles_of_our_convolution(tmp_path, monkeypatch):
     assert {sum(row["chosen"] == "1" for row in rows if row["pass"] == name) for name in tiles} == {1}
     for one in seen:
         assert one.kept["y"].isfinite().all() and one.kept["y"].float().std() > 0.1 and not one.kept["flags"].any()
+
+
+def test_kernels_of_attention(tmp_path, monkeypatch):
+    """On the emulator: the kernel of pairs next to the one of single blocks, both right."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(attention_kernels, "LAUNCHES", 1)
+    words = "--device cpu --small --sizes 72 --channels 80 --rounds 1 --case-seconds 0"
+    try:
+        attention_kernels.main(words.split())
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    with open(tmp_path / "attention_kernels_cpu.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for short in ("bf16", "f16"):
+        names = [(row["kernel"], row["chosen"]) for row in rows if f"_{short}_" in row["kernel"]]
+        assert names == [(f"vm_attention_{short}_64x128", "0"), (f"vm_attention_{short}_pairs", "1")]
+    for row in rows:
+        assert not row["failure"] and float(row["ms"]) > 0 and row["pixels"] == "81"
+        assert 0 < float(row["error"]) < {"bfloat16": 4e-3, "float16": 5e-4}[row["dtype"]]
 
 
 def seeing(init, seen):
