@@ -31,12 +31,18 @@ GIB = 1 << 30
 NAME = "zimage-turbo"
 
 
+def bytes_there(model):
+    """Bytes of its weights on the card."""
+    away = sum(layer.bytes for layer in model.layers if layer.name not in model.there)
+    return model.nbytes - away if model.is_whole else sum(layer.bytes for layer in model.layers) - away
+
+
 def play(size, models, requests, *settings):
     """Yield the models after each request, as the oracle does."""
-    manager = Manager(lambda: size - sum(model.bytes_there for model in models), *settings)
+    manager = Manager(lambda: size - sum(bytes_there(model) for model in models), *settings)
     for index, needed, least, whole in requests:
         manager.load(models[index], needed, least, whole)
-        yield [(model.name, model.loaded, model.bytes_there) for model in manager.models]
+        yield [(model.name, model.loaded, bytes_there(model)) for model in manager.models]
 
 
 def play_case(case):

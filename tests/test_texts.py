@@ -10,8 +10,9 @@ from errors import refused
 
 from vaemem import predict_pipeline
 from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.diffusers_run import play_text
 from vaemem.pipelines.pipeline_request import text_name, variables_of
-from vaemem.pipelines.pipeline_text import PipelineText, load_text, play_text
+from vaemem.pipelines.pipeline_text import PipelineText, load_text
 
 pytestmark = [pytest.mark.core, pytest.mark.python]
 
@@ -190,8 +191,9 @@ def test_what_was_not_recorded_is_refused():
         next(PipelineText("case 1 n = 2\n").played(AT))
 
 
-UNCALLED = {  # HunyuanVideo 1.5 calls its second text encoder for quoted text only
-    "hunyuan-video-1.5": {"text_encoder_2"}, "ltx2.5": {"duration_head"},
+UNCALLED = {  # HunyuanVideo 1.5 and HunyuanImage 2.1 call their second text encoder for quoted text only
+    **{name: {"text_encoder_2"} for name in ("hunyuan-video-1.5", "hunyuanimage-2.1", "hunyuanimage-2.1-distilled")},
+    "ltx2.5": {"duration_head"},
 }  # fmt: skip
 
 
@@ -246,7 +248,8 @@ def test_what_happens_for_each_step_and_clip_is_there_once():
 
 
 def test_what_is_freed_after_a_call_is_counted_with_its_outputs():
-    """The second call's output is freed once the third call has its own: it is no output of the last call."""
+    """The second call's output is freed once the third call has its own. It counts from the end, however many there
+    are."""
     pytest.importorskip("diffusers")
     from vaemem.pytorch.text_recorder import EventWriter
 
@@ -259,7 +262,7 @@ def test_what_is_freed_after_a_call_is_counted_with_its_outputs():
             writer.mark("done")
     writer.give(outputs[1][1])
     writer.mark("done")
-    assert [event.words for event in writer.events if event.kind == "free"] == [("vae", "3")]
+    assert [event.words for event in writer.events if event.kind == "free"] == [("vae", "-3")]
 
 
 @pytest.fixture(scope="module")

@@ -66,18 +66,12 @@ class ManagedModel:
 
     def __init__(self, name: str, layers: Iterable[Layer], rest: int = 0, references: int = 0):
         """references: more Python references to it than to other models; of equals the fewest leave first."""
-        self.name, self.references, self._rest = name, references, rest
+        self.name, self.references = name, references
         self.layers = sorted(layers, key=lambda layer: layer.order, reverse=True)
         self.nbytes = rest + sum(layer.bytes for layer in self.layers)
         self.loaded, self.is_partial, self.is_whole = 0, False, False
         self.there: set[str] = set()
         self._buffer: float = 0  # room for layers that are sent
-
-    @property
-    def bytes_there(self) -> int:
-        """Bytes of its weights on the card."""
-        on_card = sum(layer.bytes for layer in self.layers if layer.name in self.there)
-        return on_card + self._rest * self.is_whole
 
     @property
     def sent(self) -> list[Layer]:

@@ -31,10 +31,10 @@ from vaemem.pipelines.comfyui import (
 )
 from vaemem.pipelines.comfyui_dynamic import ENOUGH, PAGE_BYTES, least_free, page_nodes, stage_weights
 from vaemem.pipelines.components import Pipeline, is_vae, vae_counts
-from vaemem.pipelines.diffusers_run import PipelineRun
+from vaemem.pipelines.diffusers_run import PipelineRun, play_text
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
-from vaemem.pipelines.pipeline_text import load_text, play_text
+from vaemem.pipelines.pipeline_text import load_text
 from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.held_tensors import LoadedVAE
 from vaemem.prediction.offloaded_weights import BY_DIFFUSERS, Passing

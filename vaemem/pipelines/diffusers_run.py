@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vaemem import _core
@@ -15,7 +15,7 @@ from vaemem.pipelines import recorded_modules
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, is_vae, vae_counts
 from vaemem.pipelines.pipeline_parts import PLACES, Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
-from vaemem.pipelines.pipeline_text import load_text, phase_of, play_text
+from vaemem.pipelines.pipeline_text import PipelineText, load_text, phase_of
 from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES
 from vaemem.pipelines.storage import Stored
 from vaemem.prediction.gpus import find_gpu
@@ -163,9 +163,9 @@ class PipelineRun:
             self.load(role)
 
     def call(self, role: str, method: str, given: int, kept: int, **sizes: int) -> Sequence[int]:
-        """Call a component; return its outputs. A missing text encoder has none: prompts come encoded. CLIP encodes
-        a longer prompt in several calls. A module that was recorded with more outputs than the pipeline's text knows
-        frees them with the last one; with fewer, some are not there."""
+        """Call a component; return its outputs. given: the last tensor that was taken. A missing text encoder has no
+        outputs: prompts come encoded. CLIP encodes a longer prompt in several calls. A module that was recorded with
+        more outputs than the pipeline's text knows frees them with the last one; with fewer, some are not there."""
         self._begin_phase(phase_of(role, method), role)
         if role not in self.parts:
             return ()
@@ -260,7 +260,7 @@ class PipelineRun:
             shape = request.batch, 3, request.height, request.width
             return [self.take("image", math.prod(shape) * recorded_modules.DTYPE_BYTES[part.dtype])]
         vae = self._vae()
-        shape = (n, vae.latent_channels, *([f] if request.pipeline.frames else []), h, w)
+        shape = (n, vae.latent_channels, *([f] if request.pipeline.frames or f > 1 else []), h, w)
         latents = Tensor(process, "latents", shape, vae.first or vae.dtype, [given])
         return self._call_vae(process.decode, vae, latents).storages or ()
 
@@ -351,3 +351,33 @@ def play_pipeline(request: PipelineRequest, workspace: Any = None) -> PipelineRu
     with refusing_too_large(f"{request.size}, a batch of {request.batch}"):
         run.play()
     return run
+
+
+def play_text(text: PipelineText, at: Mapping[str, int], run: PipelineRun, left: dict[str, list[int]]) -> None:
+    """Play a text with these variables. A handle is of a tensor, 0 for one that is not there. left: tensors by name
+    that earlier calls left. One is freed as soon as another of its name is there; new ones that stay are added."""
+    given, earlier = 0, {name: [*handles] for name, handles in left.items()}
+    left.clear()
+    for actions, steps in text.actions(at):
+        run.stand_for(steps)
+        for kind, words, size, sizes, name in actions:
+            live = left.setdefault(name, [])
+            if kind == "take":
+                given = run.take(name, size)
+                live.append(given)
+                for old in earlier.pop(name, ()):
+                    run.free(old)
+            elif kind == "free":
+                place = int(words[0])
+                if not -len(live) <= place < len(live):
+                    raise ArgumentError("text", f"more than {place} tensors of that name", f"free {place} | {name}")
+                run.free(live.pop(place))
+            elif kind == "call":
+                role, method, kept = words
+                live += run.call(role, method, given, int(kept), **sizes) or [0] * int(kept)
+            elif kind in ("convert", "enter"):
+                (run.convert if kind == "convert" else run.enter)(*words)
+            else:
+                run.multiply(words[0] == "lt")
+    run.stand_for(1)
+    left.update(earlier)

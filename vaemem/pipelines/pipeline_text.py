@@ -42,7 +42,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from vaemem._common import shipped
 from vaemem._errors import ArgumentError, inside
@@ -256,63 +256,6 @@ def _read_line(word: str, given: str, name: str) -> Iterator[_Line]:
         yield _Line(word, (given,))
     else:
         raise ValueError(f"expected a known word, got {word!r}")
-
-
-class _Run(Protocol):
-    """The methods that playing a text needs; `PipelineRun` has them. A handle stands for a tensor, and 0 for no
-    tensor."""
-
-    def take(self, name: str, size: int) -> int:
-        """Allocate a tensor; return its handle."""
-
-    def free(self, handle: int) -> None:
-        """Free a tensor."""
-
-    def call(self, role: str, method: str, given: int, kept: int, **sizes: int) -> Sequence[int]:
-        """Call a component; return the handles of `kept` outputs, or no handles at all. given: the handle of the last
-        tensor that was taken"""
-
-    def enter(self, role: str, method: str) -> None:
-        """Prepare a component for a method that calls its children."""
-
-    def convert(self, role: str, dtype: str) -> None:
-        """Convert a component's weights."""
-
-    def multiply(self, lt: bool) -> None:
-        """Multiply matrices."""
-
-    def stand_for(self, steps: int) -> None:
-        """Multiply the work from now on by a number of steps."""
-
-
-def play_text(text: PipelineText, at: Mapping[str, int], run: _Run, left: dict[str, list[int]]) -> None:
-    """Play a text with these variables. left: tensors by name that earlier calls left. One is freed as soon as another
-    of its name is there; new ones that stay are added."""
-    given, earlier = 0, {name: [*handles] for name, handles in left.items()}
-    left.clear()
-    for actions, steps in text.actions(at):
-        run.stand_for(steps)
-        for kind, words, size, sizes, name in actions:
-            live = left.setdefault(name, [])
-            if kind == "take":
-                given = run.take(name, size)
-                live.append(given)
-                for old in earlier.pop(name, ()):
-                    run.free(old)
-            elif kind == "free":
-                place = int(words[0])
-                if not -len(live) <= place < len(live):
-                    raise ArgumentError("text", f"more than {place} tensors of that name", f"free {place} | {name}")
-                run.free(live.pop(place))
-            elif kind == "call":
-                role, method, kept = words
-                live += run.call(role, method, given, int(kept), **sizes) or [0] * int(kept)
-            elif kind in ("convert", "enter"):
-                (run.convert if kind == "convert" else run.enter)(*words)
-            else:
-                run.multiply(words[0] == "lt")
-    run.stand_for(1)
-    left.update(earlier)
 
 
 def video_variables(frames: int, frame_factor: int, clip: Sequence[int], sound: Sequence[int]) -> dict[str, int]:

@@ -329,14 +329,6 @@ def _check_module(
 # ---- the file ----
 
 
-def _type_of(module: torch.nn.Module) -> str:
-    """Return the type of most of a module's weights."""
-    counts = Counter[torch.dtype]()
-    for weight in module.parameters():
-        counts[weight.dtype] += weight.numel()
-    return str(counts.most_common(1)[0][0]).removeprefix("torch.")
-
-
 def _turn_off_tiles(modules: Mapping[str, Any]) -> list[str]:
     """Turn off the tiles of VAEs. Return a note for each VAE that the C walk does not know."""
     tiled = [role for role, module in modules.items() if getattr(module, "use_tiling", False)]
@@ -347,9 +339,14 @@ def _turn_off_tiles(modules: Mapping[str, Any]) -> list[str]:
 
 
 def _find_types(modules: Mapping[str, torch.nn.Module], used: Collection[str], mixed: bool) -> dict[str, str]:
-    """Return the types of modules' weights. All but the VAE have the denoiser's, apart from weights in float32; unless
-    types are mixed."""
-    types = {role: _type_of(module) for role, module in modules.items()}
+    """Return the types of most of modules' weights. All but the VAE have the denoiser's, apart from weights in float32;
+    unless types are mixed."""
+    types = dict[str, str]()
+    for role, module in modules.items():
+        counts = Counter[torch.dtype]()
+        for weight in module.parameters():
+            counts[weight.dtype] += weight.numel()
+        types[role] = str(counts.most_common(1)[0][0]).removeprefix("torch.")
     if mixed:
         return types
     usual = types[next((role for role in _DENOISERS if role in used), [*used][-1])]

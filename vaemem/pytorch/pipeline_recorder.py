@@ -57,7 +57,8 @@ class ScriptWriter:
             self._trace.give(local)
             return
         self._cut()
-        self.script.give([self._left[call].pop(local)])
+        if local in self._left[call]:  # no bytes take no block
+            self.script.give([self._left[call].pop(local)])
 
     def blas(self, name: str, lt: bool = False) -> None:
         """Allocate the workspace of matrix products, if there is none yet."""

@@ -62,7 +62,7 @@ class _Queues:
 
     def __init__(self, piled: Container[str] = ()) -> None:
         """piled: names of outputs that may pile up call by call"""
-        self._piled, self._last = piled, dict[str, int]()
+        self._piled, self._begun = piled, dict[str, list[int]]()  # the first outputs of calls
         self._name = dict[int, str]()
         self._live = dict[str, list[int]]()
 
@@ -71,19 +71,20 @@ class _Queues:
         self._live.setdefault(name, []).append(number)
 
     def add_outputs(self, numbers: Sequence[int], name: str) -> None:
-        self._last[name] = min(numbers, default=0) if name in self._last else 0
+        self._begun.setdefault(name, []).append(min(numbers, default=0))
         for number in numbers:
             self.add(number, name)
 
     def remove(self, number: int) -> tuple[str, ...]:
-        """Return the storage's name, and its place in the name's queue. If outputs pile up, those of the last call have
-        places from the end, unless it is the first one."""
+        """Return the storage's name, and its place in the name's queue. If outputs pile up, those of the last two calls
+        have places from the end, apart from the first call's, and from the oldest one of the call before the last."""
         name = self._name.pop(number)
         live = self._live[name]
         place = live.index(number)
-        is_last = name in self._piled and 0 < self._last.get(name, 0) <= number
+        *_, before, last = 0, 0, *self._begun.get(name, [])[1:]
+        is_late = name in self._piled and 0 < ((place and before) or last) <= number
         del live[place]
-        return name, str(place - len(live) - 1 if is_last else place)
+        return name, str(place - len(live) - 1 if is_late else place)
 
     def __contains__(self, number: int) -> bool:
         return number in self._name
@@ -146,9 +147,6 @@ class EventWriter:
 
     def mark(self, kind: str, *words: str) -> None:
         self._add(kind, words)
-
-    def begin(self, phase: str) -> None:
-        """Phases follow from the roles of calls."""
 
     def empty_cache(self) -> None:
         """Only offloading does so here."""
@@ -488,6 +486,7 @@ def _following(original: Any, pipe: Any, recorder: TextRecorder, pieces: Contain
     skips: whether all steps but the first do nothing
     """
     originals, recorder.modules = modules_of(original), modules_of(pipe)
+    loaded = dict[str, torch.dtype]()  # types of converted components
 
     def calling(role: str, method: str, run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
@@ -510,6 +509,7 @@ def _following(original: Any, pipe: Any, recorder: TextRecorder, pieces: Contain
             types = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
             recorder.sweep()
             for dtype in types:
+                loaded.setdefault(role, next(originals[role].parameters()).dtype)
                 recorder.writer.mark("convert", role, str(dtype).removeprefix("torch."))
                 torch.nn.Module.to(originals[role], dtype=dtype)
             with recorder.hiding():
@@ -540,6 +540,10 @@ def _following(original: Any, pipe: Any, recorder: TextRecorder, pieces: Contain
 
     with wrapped, setting(kind, step=stepping):
         yield
+    with recorder.hiding():  # the next call is the first one too
+        for role, dtype in loaded.items():
+            recorder.modules[role].to(dtype)
+            originals[role].to(dtype)
 
 
 @contextlib.contextmanager
