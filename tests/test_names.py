@@ -131,9 +131,10 @@ SHARED = [
     ("lodestones/Chroma1-HD", "flux", "chroma"), ("Alpha-VLLM/Lumina-Image-2.0", "flux", "lumina2"),
     ("HiDream-ai/HiDream-I1-Full", "flux", ""), ("Qwen/Qwen-Image-Edit-2511", "qwen-image", "qwen-image-edit-plus"),
     ("Qwen/Qwen-Image-2512", "qwen-image", "qwen-image"),
-    ("Wan-AI/Wan2.1-VACE-14B-diffusers", "wan2.1", ""), ("wan-ai/wan2.1-vace-1.3b", "wan2.1", ""),
+    ("Wan-AI/Wan2.1-VACE-14B-diffusers", "wan2.1", "wan2.1-vace-14b"),
+    ("wan-ai/wan2.1-vace-1.3b", "wan2.1", "wan2.1-vace-1.3b"),
     ("black-forest-labs/FLUX.1-Depth-dev", "flux", "flux-control"), ("FLUX.1-Canny-dev", "flux", "flux-control"),
-    ("Wan-AI/Wan2.1-VACE-14B", "wan2.1", ""), ("krea/Krea-2-Turbo", "qwen-image", "krea2-turbo"),
+    ("Wan-AI/Wan2.1-VACE-14B", "wan2.1", "wan2.1-vace-14b"), ("krea/Krea-2-Turbo", "qwen-image", "krea2-turbo"),
     ("anima", "qwen-image", "anima"), ("Z-Image-Edit", "zimage", ""),
     ("someone/FLUX.1-dev", "flux", "flux"), ("stabilityai/stable-diffusion-3.5-large-turbo", "sd3", "sd35-large"),
 ]  # fmt: skip
@@ -199,7 +200,7 @@ def test_a_pipeline_of_anothers_modules_says_so():
 # Pipelines whose VAEs are recorded modules.
 OWN_VAES = [
     "hunyuan-video-1.5", "ltx2.5", "minimax-h3", "sana", "sana-1.5-4.8b", "sana-1.5-1.6b", "sana-600m",
-    "sana-sprint-0.6b", "sana-sprint-1.6b", "ltx-0.9.5",
+    "sana-sprint-0.6b", "sana-sprint-1.6b", "ltx-0.9.5", "cogvideox-5b", "hunyuan-video",
 ]  # fmt: skip
 
 
