@@ -1,5 +1,6 @@
 """What every test sees."""
 
+import gc
 import os
 import sys
 import zlib
@@ -38,9 +39,28 @@ def pytest_cmdline_main(config):
             config.option.numprocesses, config.option.dist = min(os.cpu_count() or 1, 8), "worksteal"
 
 
+def number_values(items):
+    """Return {test: [its values' number for each parametrize]}, and {test function: [how many each has]}."""
+    numbers, seen = {}, {}
+    for item in items:
+        if item.get_closest_marker("each_value"):
+            given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+            names = [one.replace(",", " ").split() if isinstance(one, str) else one for one in given]
+            known = seen.setdefault(item.nodeid.partition("[")[0], [{} for _ in names])
+            values = [tuple(id(item.callspec.params[name]) for name in group) for group in names]
+            numbers[item] = [one.setdefault(value, len(one)) for one, value in zip(known, values, strict=True)]
+    return numbers, {function: [len(one) for one in known] for function, known in seen.items()}
+
+
+def is_on_diagonal(numbers, lengths):
+    """Return whether a test is one of those that together have each value of each parameter."""
+    longest = numbers[lengths.index(max(lengths))]
+    return all(number == longest % length for number, length in zip(numbers, lengths, strict=True))
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m picks
 def pytest_collection_modifyitems(config, items):
-    known = set()
+    known, (numbers, lengths) = set(), number_values(items)
     for item in items:
         one_in, function = item.get_closest_marker("one_in"), item.nodeid.partition("[")[0]
         # Under sanitizers, which take several times as long, one in four of those.
@@ -48,6 +68,8 @@ def pytest_collection_modifyitems(config, items):
         if n and function in known and zlib.crc32(item.name.encode()) % n:
             item.add_marker("thorough")
         known.add(function)
+        if item in numbers and not is_on_diagonal(numbers[item], lengths[function]):
+            item.add_marker("thorough")
         if SANITIZED and item.get_closest_marker("resident"):
             item.add_marker(pytest.mark.skip(reason="the sanitizer's own memory would be measured"))
     # "0/6": the first of six shares of the thorough tests, of those of packages, or of all under sanitizers (.ci/run).
@@ -59,6 +81,11 @@ def pytest_collection_modifyitems(config, items):
             parts[bool(is_shared and zlib.crc32(item.nodeid.encode()) % shares != mine)].append(item)
         items[:], left_out = parts
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish():
+    """Leave the modules to themselves: a full garbage collection then takes milliseconds, not a second."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +101,24 @@ def pytest_runtest_setup(item):
             say(f"a tool is not installed, or does not work (Debian: {debian})")
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Each reason for skips, once."""
+@pytest.hookimpl(trylast=True)  # after xdist has waited for its workers
+def pytest_sessionfinish(session):
+    """Sum the CPU seconds of this process and of all it has waited for; fail if they exceed VAEMEM_CPU_SECONDS."""
+    session.config.cpu_seconds = sum(os.times()[:4])
+    limit = float(os.environ.get("VAEMEM_CPU_SECONDS", "inf"))
+    if session.config.cpu_seconds > limit and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print the CPU seconds, and each reason for skips once."""
+    terminalreporter.write_line(f"{config.cpu_seconds:.0f} CPU seconds")
+    limit = os.environ.get("VAEMEM_CPU_SECONDS")
+    if limit and config.cpu_seconds > float(limit):
+        terminalreporter.write_line(
+            f"error: the tests took more than VAEMEM_CPU_SECONDS={limit}: mark slow or repeating tests thorough "
+            "(CONTRIBUTING.md, Quick and thorough), or set VAEMEM_CPU_SECONDS for a slower machine"
+        )
     skipped = terminalreporter.stats.get("skipped", ())
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     for reason, count in reasons.most_common():

@@ -60,6 +60,7 @@ def walk(program, objects, *flags):
     return run(program)
 
 
+@pytest.mark.thorough
 @tools.wants_32_bits
 def test_walks_in_32_bits(narrow, tmp_path, tmp_path_factory):
     """Steps, workspaces, addresses and peaks of every VAE, up to 8192 x 8192 pixels, and of a recorded module."""

@@ -26,7 +26,7 @@ from vaemem.pytorch.loading import random_pipeline
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, ScriptWriter, recording_pipelines
 
 CUDA, WAYS = torch_pipelines.CUDA, torch_pipelines.WAYS
-SIZES = {"height": 64, "width": 64, "num_inference_steps": 4, "output_type": "pil", "gpu": "RTX 4090"}
+SIZES = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "pil", "gpu": "RTX 4090"}
 
 
 @pytest.fixture(scope="module")

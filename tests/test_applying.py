@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 
 import pytest
@@ -43,6 +44,11 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(diffusers.DiffusionPipeline, "enable_sequential_cpu_offload", sequential)
 
 
+@functools.cache
+def plan_of_sd15():
+    return plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060", dtype="float32")
+
+
 WAYS = {
     "no offload, VAE whole": ("none", "use_tiling", False),
     "no offload, VAE sliced": ("none", "use_slicing", True),
@@ -58,7 +64,7 @@ def test_a_plans_way_is_set_and_undone(name, tmp_path, on_the_cpu):
     """It runs, makes the same picture, and its code is that of the plan but for the device."""
     pipe = torch_pipelines.stable_diffusion(tmp_path)
     want, before = torch_pipelines.pictures(pipe, "sd"), state(pipe)
-    way = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060", dtype="float32")[name].way
+    way = plan_of_sd15()[name].way
     done = apply(way, pipe, device="cpu")
     offload, flag, value = WAYS[name]
     assert getattr(pipe.vae, flag) is value and _offload(pipe, torch.device("cpu")) == offload
@@ -80,7 +86,7 @@ def test_groups_are_set_and_undone(name, tmp_path):
         configs = (applying._group_config(part) for part in (pipe.unet, pipe.vae, pipe.text_encoder))
         return [config and (config.offload_type.value, config.num_blocks_per_group) for config in configs]
 
-    way = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060", dtype="float32")[name].way
+    way = plan_of_sd15()[name].way
     done = apply(way, pipe, device="cpu")
     expected = [("leaf_level", None) if "leaf" in name else ("block_level", 1)] * 3
     assert levels() == expected and done.code.splitlines()[-1].replace("cpu", "cuda") == way.code.splitlines()[-1]
@@ -245,7 +251,7 @@ def run_out(monkeypatch, owner, name, times):
 def test_the_next_way_makes_the_same_picture(tmp_path, on_the_cpu, monkeypatch):
     pipe = torch_pipelines.stable_diffusion(tmp_path)
     want, before = torch_pipelines.pictures(pipe, "sd"), state(pipe)
-    plan = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060", dtype="float32")
+    plan = plan_of_sd15()
     done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
     first, made = done.code, run_out(monkeypatch, pipe.unet, "forward", 1)
     how = dict(prompt="a cat", height=48, width=32, num_inference_steps=2, output_type="pt")
@@ -294,7 +300,7 @@ def test_a_way_that_cannot_be_set_has_a_next(tmp_path, on_the_cpu, monkeypatch):
 def test_a_way_that_fails_otherwise_is_skipped(tmp_path, on_the_cpu, monkeypatch):
     """Its warning names it. If no way can be set, the error is that memory ran out, and everything is set back."""
     pipe = torch_pipelines.stable_diffusion(tmp_path)
-    before, plan = state(pipe), plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060", dtype="float32")
+    before, plan = state(pipe), plan_of_sd15()
     names = [one.way.name for one in applying._list_next(plan, pipe)]
     run = dict(prompt="a cat", height=48, width=32, num_inference_steps=2)
 
@@ -324,7 +330,7 @@ def test_a_way_that_fails_otherwise_is_skipped(tmp_path, on_the_cpu, monkeypatch
 def test_the_last_way_raises(tmp_path, on_the_cpu, monkeypatch):
     """Each next way fits, leaves the picture as it is, and takes less. Other errors pass through."""
     pipe = torch_pipelines.stable_diffusion(tmp_path)
-    plan = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060", dtype="float32")
+    plan = plan_of_sd15()
     outcomes = [plan.recommended, *applying._list_next(plan, pipe)]
     peaks = [one.way.peak.total for one in outcomes]
     assert len(peaks) > 2 and peaks == sorted(set(peaks), reverse=True)

@@ -439,6 +439,7 @@ def test_torch_memory_without_diffusers(tmp_path):
     assert int(row["measured_reserved_bytes"]) > 0 and not row["failure"]
 
 
+@pytest.mark.thorough
 def test_torch_memory_says_why_a_case_failed(tmp_path):
     done, rows = torch_memory(tmp_path, "sdxl:decode:12x8:float32", WITHOUT_DIFFUSERS)
     assert "ArgumentError: sizes: expected multiples of 8" in done.stdout and done.returncode == 1 and not rows

@@ -693,8 +693,8 @@ def test_a_pipe_that_nobody_reads_leaves_the_exit_status():
 def test_the_end_of_a_long_input_is_explained():
     message = "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 7.79 GiB"
     noise = "yes 'a line of a log' | head -c 30000000"
-    done = shell(f"({noise}; echo '{message}') | vaemem explain -")
-    alone = shell(f"echo '{message}' | vaemem explain -")
+    done = shell(f"({noise}; echo '{message}') | vaemem explain - --model sdxl --op decode")
+    alone = shell(f"echo '{message}' | vaemem explain - --model sdxl --op decode")
     assert done.returncode == alone.returncode == 0 and done.stdout == alone.stdout and "1536x1536" in done.stdout
 
 

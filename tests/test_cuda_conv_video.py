@@ -176,7 +176,7 @@ def outs(tile, *which):
 BORDERS = [(False, False, False), (True, False, True), (True, True, True), (False, True, False)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @every_dtype
 @every_tile
 @pytest.mark.parametrize("size", [(1, 1, 1), (2, 9, 17), (3, 17, 18), (2, 5, 3)], ids=str)

@@ -318,6 +318,7 @@ def test_rings(conv, dtype, tile):
         assert len(np.unique(got.parts[:, 0])) == 2  # the rest was left alone
 
 
+@pytest.mark.each_value
 @every_dtype
 @pytest.mark.parametrize("shape", small(CONVS), ids=str)
 def test_shapes(conv, dtype, shape):

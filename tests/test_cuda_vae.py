@@ -276,6 +276,7 @@ def amplify(vae, plain, factor):
         vae._core.set_tensor(name, plain._core.get_tensor(name) * np.float32(factor))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["flux", "wan"])
 @pytest.mark.parametrize("kind", ["float16", "float16 own"])
 def test_overflow_is_avoided_and_said(name, kind):

@@ -18,6 +18,7 @@ from vaemem import VAE
 from vaemem.engine.device import ATTENTION_CHANNELS
 
 pytestmark = [pytest.mark.usefixtures("cuda"), pytest.mark.core]
+OPS = ("decode", "encode")
 DTYPES = ("float32", "float16", "float16 own", "bfloat16", "bfloat16 own")
 
 
@@ -27,9 +28,8 @@ def pair(name: str = "wan", dtype: str = "float32") -> tuple[VAE, VAE]:
 
 
 # Rows that are the picture's columns, and its rows; a single frame; a square.
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("op", ["decode", "encode"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.each_value
+@pytest.mark.parametrize(("name", "op"), [(name, op) for name in NAMES for op in OPS])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [(2, 3, 5), (3, 5, 4), (1, 2, 3), (5, 2, 2)], ids=str)
 def test_videos_are_the_cpus(name, op, dtype, size):
@@ -42,12 +42,13 @@ def test_videos_are_the_cpus(name, op, dtype, size):
     assert (ran.peak_bytes, ran.reserved_bytes) == (planned.peak_bytes, planned.reserved_bytes)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", ["decode", "encode"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16 own"])
+@pytest.mark.parametrize("dtype", ["bfloat16 own", "float32"])
 @pytest.mark.parametrize("size", [(2, 4, 6), (3, 6, 4)], ids=str)
-def test_every_plan(name, op, dtype, size):
+@pytest.mark.parametrize("third", range(3))  # of the plans
+def test_every_plan(name, op, dtype, size, third):
     """It keeps to its memory, and gives the same frames; on a GPU cuDNN may choose another engine for other stripes."""
     cpu, there = pair(name, dtype)
     data = input_of(cpu, op, *size)
@@ -55,7 +56,7 @@ def test_every_plan(name, op, dtype, size):
     ran = there.last_run
     plans = there.tradeoff(op, ran.height, ran.width, frames=ran.frames)
     assert len(plans) > 1 or "own" in dtype  # a step of ours has at least a tile
-    for plan in plans:
+    for plan in plans[third::3]:
         there.trim()
         got = run(there, op, data, memory_limit=max(plan.peak_bytes, plan.reserved_bytes))
         if gpu.place() == "emulator":
@@ -64,19 +65,19 @@ def test_every_plan(name, op, dtype, size):
         assert there.last_run.peak_bytes <= plan.peak_bytes and there.last_run.reserved_bytes <= plan.reserved_bytes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16 own"])
+@pytest.mark.each_value
+@pytest.mark.parametrize(("op", "dtype"), [(op, dtype) for op in OPS for dtype in ("float32", "bfloat16 own")])
 @pytest.mark.parametrize(
     "name, multiprocessors, size",
     [("ltx2", 5, (2, 19, 2)), ("ltx2", 8, (3, 7, 2)), ("wan", 3, (2, 9, 2)), ("ltx2.3", 2, (2, 2, 7))],
 )
-def test_a_short_last_stripe(monkeypatch, name, multiprocessors, size, dtype):
+def test_a_short_last_stripe(monkeypatch, name, multiprocessors, size, op, dtype):
     """A stripe has several rows, and the last one has fewer."""
     gpu.emulator()
     monkeypatch.setenv("VAEMEM_EMULATED_MULTIPROCESSORS", str(multiprocessors))
     cpu, there = pair(name, dtype)
-    for op in ("decode", "encode"):
-        data = input_of(cpu, op, *size)
-        assert error(run(there, op, data), run(cpu, op, data).astype(np.float64)) <= LIMIT[dtype]
+    data = input_of(cpu, op, *size)
+    assert error(run(there, op, data), run(cpu, op, data).astype(np.float64)) <= LIMIT[dtype]
 
 
 def test_wide_attention_is_refused_before_a_run():
@@ -148,7 +149,7 @@ def test_little_memory_at_real_sizes(monkeypatch):
             assert 0.4 * bar < (run.reserved_bytes - run.weights_bytes - run.output_bytes) / 2**30 <= bar
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name, dtype", [("wan", "float32"), ("ltx2", "float32"), ("wan", "bfloat16 own")])
 def test_every_driver_call_fails_once(name, dtype):
     emulator = gpu.emulator()

@@ -58,22 +58,22 @@ ERRORS = {
 }
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("error", ERRORS.values(), ids=[*ERRORS])
 @pytest.mark.parametrize("name", [*torch_pipelines.PIPELINES])
-def test_memory_runs_out_in_the_middle(name, tmp_path, monkeypatch):
-    pipe = torch_pipelines.PIPELINES[name](tmp_path)
+def test_memory_runs_out_in_the_middle(name, error, tmp_path, monkeypatch):
+    pipe, made = torch_pipelines.PIPELINES[name](tmp_path), []
     want = torch_pipelines.pictures(pipe, name)
-    for error in ERRORS.values():
-        made = []
-        with monkeypatch.context() as patched:
-            safe = safe_decode(pipe)
-            fail_in_the_middle(patched, pipe.vae, error, made)
-            with warned(names=["CPU"]):
-                got = torch_pipelines.pictures(pipe, name)
-            assert len(made) == 2 and all(one() is None for one in made)  # the frames are gone, and so is the traceback
-            assert error.__traceback__ is None and len(safe.notes) == 1
-        assert (got - want).abs().max() < 1e-4
-        safe.undo()
-        assert "decode" not in vars(pipe.vae)
+    with monkeypatch.context() as patched:
+        safe = safe_decode(pipe)
+        fail_in_the_middle(patched, pipe.vae, error, made)
+        with warned(names=["CPU"]):
+            got = torch_pipelines.pictures(pipe, name)
+        assert len(made) == 2 and all(one() is None for one in made)  # the frames are gone, and so is the traceback
+        assert error.__traceback__ is None and len(safe.notes) == 1
+    assert (got - want).abs().max() < 1e-4
+    safe.undo()
+    assert "decode" not in vars(pipe.vae)
     assert torch.equal(torch_pipelines.pictures(pipe, name), want)
 
 
@@ -103,6 +103,7 @@ def test_an_offloaded_vae_is_copied(offload, pipe, monkeypatch):
     assert safe.latents.shape == (1, 4, 12, 8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("return_dict", [False, True])
 def test_prediction_decides(return_dict, by_name, pipe, monkeypatch):

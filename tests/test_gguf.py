@@ -483,7 +483,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
 # ---- memory ----
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("dtype", DECODED)
 def test_a_tensor_becomes_numbers_a_few_blocks_at_a_time(tmp_path, dtype):
     """What Python and NumPy take meanwhile: the largest tensor's numbers, and one step. All of its blocks

@@ -41,7 +41,11 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+# All models and programs are searched for an explanation, for 20 seconds; tests/test_out_of_memory.py has shorter ones.
+SLOW = {"explain"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.thorough] * (one in SLOW)) for one in COMMANDS])
 def test_a_command_prints_what_it_did(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     seed = str(HERE.parent / "vaemem" / "data" / SEED)
@@ -74,7 +78,7 @@ def recorded():
 
 
 ANSWERS = {
-    "explanation": lambda: vaemem.explain(COMMANDS["explain"]),
+    "explanation": lambda: vaemem.explain(COMMANDS["explain"], model="sdxl", op="decode"),
     "formula": lambda: vaemem.predict_pipeline("sd15", 512, 512, gpu="T4").formula,
     "closed form": lambda: vaemem.formula("sdxl", "decode", "float16").closed,
     "measurement": measured,

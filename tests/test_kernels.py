@@ -360,7 +360,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize("case", small(CONVS + ATTENTIONS), ids=str)
 def test_pass(case, way):

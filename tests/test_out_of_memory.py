@@ -192,7 +192,7 @@ def test_figures_that_are_none(broken):
 
 
 def test_what_is_supposed_of_the_card_is_said():
-    alone = explain("CUDA out of memory. Tried to allocate 4.00 GiB.")
+    alone = explain("CUDA out of memory. Tried to allocate 4.00 GiB.", model="sdxl")  # all models take 20 seconds
     assert "assumed: " in alone.to_text(width=999) and not any(match.played for match in alone.matches)
     assert (alone.matches[0].op, alone.matches[0].height, alone.matches[0].dtype) == ("decode", 2048, "float32")
     text, _ = message(vaemem.predict("sdxl", "decode", 2048, 2048, gpu="RTX 4060"))
@@ -265,7 +265,8 @@ def test_weights_of_denoisers_are_known():
 
 def test_scores_of_attentions_are_products():
     """SD 1.5 at 512x512: two images, 8 heads, 4096 tokens; and as many as the recorded modules' own attentions have."""
-    e = explain('File "ldm/models/diffusion/ddpm.py", line 8, in apply_model ' + FULL.format("512.00 MiB"))
+    text = 'File "ldm/models/diffusion/ddpm.py", line 8, in apply_model ' + FULL.format("512.00 MiB")
+    e = explain(text, model="sd15")
     assert ("sd15-unet", 512, 512, 2 * 8 * 4096**2 * 2) in [(o.model, o.height, o.width, o.bytes) for o in e.parts]
     for name, (heads, side, text) in ATTENTIONS.items():
         if name != A_VAE:
@@ -281,7 +282,7 @@ def test_most_likely_is_said_of_one_run_that_agrees():
     text, _ = message(p)
     e = explain(text, gpu="RTX 4060", runtime="diffusers")
     assert e.is_told and e.matches[0].agrees and str(e).startswith("It was most likely ")
-    bare = explain("CUDA out of memory. Tried to allocate 4.00 GiB.")
+    bare = explain("CUDA out of memory. Tried to allocate 4.00 GiB.", model="sdxl")
     assert not bare.is_told and "most likely" not in str(bare) and bare.matches
 
 
@@ -314,7 +315,7 @@ def test_directml_names_the_tensors_bytes():
     ],
 )
 def test_what_a_message_does_not_tell_is_said(text, said):
-    e = explain(text)
+    e = explain(text, model="sdxl")  # all models take seconds
     assert said in e.to_text(width=999) and not e.is_told and not (e.matches and text is SMALL)
 
 

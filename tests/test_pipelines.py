@@ -20,7 +20,7 @@ from vaemem.pipelines import diffusers_run, recorded_modules
 from vaemem.pipelines.components import PIPELINES, is_vae, weights_of
 from vaemem.pipelines.phased_answer import read_phases
 from vaemem.pipelines.storage import tensor_bytes
-from vaemem.prediction.peak_equations import Point
+from vaemem.prediction.peak_equations import BATCHES, Point
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import FIRST
 from vaemem.prediction.verdict import GUESSES, NO_ROOM
@@ -435,7 +435,7 @@ def test_a_formula_of_all_phases():
 def test_a_formula_with_the_length_of_the_prompt():
     p = predict_pipeline("flux", 512, 512, gpu="RTX 4090", offload="model")
     found = p.formula
-    assert found.grid.tokens == 512
+    assert found.grid.tokens == 512 and found.grid.batches[-1] == BATCHES[-1]
     for tokens in (1, 77, 300, 512):
         other = predict_pipeline("flux", 768, 1024, 2, tokens, gpu="RTX 4090", offload="model")
         assert other.peak <= found.predict(768, 1024, 2, tokens) <= 1.05 * other.peak
@@ -447,7 +447,7 @@ ALIKE = ("sdxl-controlnet", "sd35-medium", "sd35-large", "flux-schnell", "flux-f
 KINDS = [name for name in PIPELINES if name not in ALIKE]
 
 
-@pytest.mark.one_in(27)
+@pytest.mark.one_in(60)
 @pytest.mark.parametrize(("gpu", "offload"), [("T4", "none"), ("RTX 4060", "model"), ("A100 80GB", "sequential")])
 @pytest.mark.parametrize("pipeline", KINDS)
 def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
@@ -467,9 +467,9 @@ def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
     assert str(found) and found.latex() and json.loads(found.to_json())["reserved"]["lines"]
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(45)
 @pytest.mark.parametrize("gpu", ["RTX 3060", "RTX 4090", "RX 7900 XTX"])
-@pytest.mark.parametrize("pipeline", KINDS)
+@pytest.mark.parametrize("pipeline", sorted(KINDS, key=lambda name: name != "flux3-klein"))  # it is modular
 def test_every_pipeline_has_rows_and_plans(pipeline, gpu):
     """At three sizes nothing raises, no row lacks a number, and every way of a plan says whether it fits."""
     sizes = [512, (1216, 832), 1536]

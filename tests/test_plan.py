@@ -240,9 +240,9 @@ def test_ways_of_diffusers_are_predictions(small_card):
         assert {name: work[name] for name in ("vae", "memory")} == vae_work(last.flops, last.attended, last.moved)
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("gpu, memory", [("RTX 3060", "4 GB"), ("RTX 4060", None), ("RTX 3090", None), ("H100", None)])
-@pytest.mark.parametrize("pipeline", ["sd15", "sdxl", "flux", "zimage-turbo"])
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("gpu, memory", [("RTX 4060", None), ("RTX 3060", "4 GB"), ("RTX 3090", None), ("H100", None)])
+@pytest.mark.parametrize("pipeline", ["zimage-turbo", "sd15", "sdxl", "flux"])  # the first is tight on Windows
 def test_a_plan_and_a_prediction_say_the_same_of_every_way(pipeline, gpu, memory):
     """Verdict and reason, for both runtimes."""
     os = "windows" if gpu in ("RTX 4060", "RTX 3090") else "linux"
@@ -315,6 +315,7 @@ COMMANDS = ("fits sd15 decode 512", "largest sd15 decode", "fits sd15 512", "pla
 ABSENT = "No card is named, and none is present: NVIDIA GeForce RTX 4090 stands for yours."
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     ("named", "card", "said"),

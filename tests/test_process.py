@@ -326,6 +326,7 @@ def test_least_begins_late(seed, use):
     assert n > 20
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("use", ["each", "kept", "shared"])
 @pytest.mark.parametrize("runtime, side", [("comfyui", 640), ("diffusers", 768)])
 @pytest.mark.parametrize("mib", [0, 350, 280, 200])

@@ -75,8 +75,8 @@ def diffusers_case(
     return recording
 
 
+@pytest.mark.each_value
 @pytest.mark.older
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("model", ["sd15", "sdxl", "flux"])
 @pytest.mark.parametrize("size", [(512, 512), (1024, 1024), (832, 1216), (720, 1280), (64, 8)])
@@ -315,7 +315,7 @@ def test_channels_last_in_code_after_compvis(runtime, case, op):
     ldm_case(runtime, case[0], op, *case[1:], channels_last=True)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 def test_channels_last_in_tiles_of_comfyui(op):
     ldm_case("comfyui", SMALL, op, 160, 96, 2, 64, channels_last=True)

@@ -71,11 +71,11 @@ def t5():
 
 
 def unet(**settings):
-    return diffusers.UNet2DConditionModel(
+    usual = dict(
         sample_size=8, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, attention_head_dim=8,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        **settings,
     )  # fmt: skip
+    return diffusers.UNet2DConditionModel(**usual | settings)
 
 
 def stable_diffusion(folder):

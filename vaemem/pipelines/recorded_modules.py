@@ -47,6 +47,7 @@ _WITH_OLDER = (
     "clip-l", "clip-l-flux", "clip-l-sdxl", "flux-schnell-transformer", "flux-transformer", "openclip-g", "t5-xxl",
 )  # fmt: skip
 DTYPE_BYTES = {**ELEMENT_BYTES, "int64": 8, "bool": 1}
+_OF_WEIGHTS = {*DTYPE_BYTES, "run", "kept", "single"}
 
 
 class Weight(NamedTuple):
@@ -127,6 +128,8 @@ def _weights(nodes: list[str], index: int, prefix: str) -> Iterable[Weight]:
             yield from _weights(nodes, int(child), f"{prefix}{name}.")
         else:
             name, dtype, shape = word.split(":")
+            if dtype not in _OF_WEIGHTS:
+                raise ArgumentError(prefix + name, f"a dtype, one of {', '.join(sorted(_OF_WEIGHTS))}", repr(dtype))
             yield Weight(prefix + name, tuple(map(int, shape.split(","))) if shape else (), dtype)
 
 
