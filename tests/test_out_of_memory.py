@@ -12,7 +12,7 @@ import vaemem
 from vaemem import _core, explain
 from vaemem.__main__ import main
 from vaemem._common import shipped
-from vaemem.out_of_memory import clues, kinds, messages
+from vaemem.out_of_memory import clues, message_kinds, messages
 from vaemem.out_of_memory.other_tensors import A_VAE, ATTENTIONS
 from vaemem.out_of_memory.sizes import list_sizes, rank_of
 from vaemem.pipelines.components import PIPELINES
@@ -576,7 +576,7 @@ def test_no_pattern_takes_longer_than_the_text_is_long():
     """No repeat is without an end: then the time grows with the text."""
     from re import _constants, _parser
 
-    patterns = [kind.pattern for kind in kinds.MESSAGE_KINDS] + [words for words, *_ in clues.NAMED]
+    patterns = [kind.pattern for kind in message_kinds.MESSAGE_KINDS] + [words for words, *_ in clues.NAMED]
     for module in (messages, clues):
         for value in vars(module).values():
             of = [value] if isinstance(value, re.Pattern) else value.values() if isinstance(value, dict) else ()

@@ -848,8 +848,8 @@ def test_sizes_that_diffusers_makes_smaller_are_predicted_as_it_runs_them(pipeli
     """FluxPipeline and its like cut sides to multiples of 16: 1080x1920 becomes 1072x1920."""
     p, smaller = (predict_pipeline(pipeline, h, 1920, gpu="H100", offload="model") for h in (1080, 1072))
     assert p.phases == smaller.phases and p.rows() == smaller.rows()
-    assert p.summary.startswith("fits, at 1072x1920 as diffusers runs 1080x1920: ")
-    assert [note for note in p.notes if "1072x1920 of it, multiples of 16" in note]
+    assert p.summary.startswith("fits, at 1072x1920 in place of 1080x1920: ")
+    assert [note for note in p.notes if "1072x1920" in note and "multiples of 16" in note]
     assert "1080" not in repr(smaller) and not any("1072" in note for note in smaller.notes)
 
 

@@ -26,7 +26,7 @@ def test_the_list_of_facts_says_what_rows_and_recordings_do(name, monkeypatch):
     monkeypatch.syspath_prepend(str(RECORDING))
     import record_rows
 
-    listed = json.loads(shipped("pipelines.json"))[name]
+    listed = json.loads(shipped("pipeline_facts.json"))[name]
     assert json.loads(json.dumps(record_rows.facts_of(record_rows.FOLDER / f"{name}.json"))) == listed
 
 

@@ -13,7 +13,7 @@ from vaemem._types import Op, Program
 from vaemem.out_of_memory.candidates import AGREES, PLAYED, Found, Match, OtherTensor
 from vaemem.out_of_memory.clues import read_clues
 from vaemem.out_of_memory.graph_runs import find_graphs, name_component
-from vaemem.out_of_memory.kinds import GRAPH, NO_TENSOR, POOL
+from vaemem.out_of_memory.message_kinds import GRAPH, NO_TENSOR, POOL
 from vaemem.out_of_memory.messages import MOST_SMALL, SEGMENT_STEP, SLACK, OomMessage, read_message
 from vaemem.out_of_memory.other_tensors import A_VAE, NOT_EXAMINED, find_other_tensors
 from vaemem.out_of_memory.pipeline_runs import find_pipeline_runs, lacks_room

@@ -8,7 +8,7 @@ from typing import Any
 
 from vaemem._common import MIB, grouped
 from vaemem.out_of_memory.candidates import Match
-from vaemem.out_of_memory.kinds import POOL
+from vaemem.out_of_memory.message_kinds import POOL
 from vaemem.out_of_memory.messages import OomMessage
 from vaemem.out_of_memory.scope import Scope
 from vaemem.out_of_memory.sizes import Areas, Size, list_sizes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vaemem._common import MIB
 from vaemem._errors import ArgumentError
-from vaemem.out_of_memory.kinds import MESSAGE_KINDS, POOL, SEGMENT, SIZE, TENSOR, Kind
+from vaemem.out_of_memory.message_kinds import MESSAGE_KINDS, POOL, SEGMENT, SIZE, TENSOR, Kind
 
 SEGMENT_STEP = 2 * MIB  # the native allocator requests multiples of this
 SLACK = 64 * MIB  # for workspaces of products and the allocator's rounding

@@ -26,7 +26,7 @@ _WAYS = "none", "model"  # of offloading: the two that people use most
 _REFERENCE = (1024, 1024), (1024, 2048)  # two sizes, from whose tensors other areas follow
 _CLIPS = 20, 10  # of two videos, from whose tensors other frames follow; the first is Wan's default
 _FEW = 100  # frames: usual videos are shorter
-_UNLIKELY = 3  # unusual arguments of a video: it is searched only if its model is named
+_SOLVED = 2  # sizes of a video for which unusual frames are searched, unless the text names its model or size
 _USUAL = 8  # sizes of the named model that are played, whatever tensors they have
 _MOST_POINTS = 16  # sizes of a pipeline that are played
 _MOST = 257  # frames of a video that is searched
@@ -83,12 +83,12 @@ def _points(message: OomMessage, name: str, scope: Scope) -> Iterator[tuple[int,
     stride = PIPELINES[name].stride
     usual = [size for size in VIDEO_SIZES if not (size[0] % stride or size[1] % stride)]  # others are rounded to these
     for rank, size in enumerate(clues.sizes or usual):
-        solved = [clues.frames] if clues.frames else _solve_frames(name, size, gpu, message)
+        is_searched = not clues.frames and (is_named or clues.sizes or rank < _SOLVED)
+        solved = _solve_frames(name, size, gpu, message) if is_searched else []
         usual_frames, _ = _two_videos(name)
         for frames in dict.fromkeys((clues.frames or usual_frames, *solved)):
             unusual = (rank > 1) + (frames != usual_frames) + (frames > _FEW)
-            if is_named or clues.sizes or unusual < _UNLIKELY:
-                yield (TOLD if clues.sizes else unusual), size, frames
+            yield (TOLD if clues.sizes else unusual), size, frames
 
 
 @functools.lru_cache(maxsize=512)

@@ -150,7 +150,7 @@ class PipelinePrediction(PlayedAnswer):
         here = self._judge(
             process, self._run.names, inexact,
             untried=UNCOMPARED if is_recording(q.name) else BY_VAEMEM if by_vaemem else "",
-            covers=f", at {q.size} as diffusers runs {q.made_of}" if q.made_of else "",
+            covers=f", at {q.size} in place of {q.made_of}" if q.made_of else "",
         )  # fmt: skip
         self.notes = (*(process if self.judged.out_of_memory_at else here).substitutions, *_notes(q))
 
@@ -240,10 +240,10 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
     """List the uncounted memory of the parts, and settings that run differently than asked."""
     yield from q.pipeline.notes
     if q.made_of:
-        known = f"multiples of {q.pipeline.stride}"
+        known = f"sides of {q.pipeline.class_name} are multiples of {q.pipeline.stride}"
         if q.pipeline.frames:
-            known = f"{q.pipeline.frame_factor} n + {q.pipeline.clip[0]} frames"
-        yield f"{q.made_of}: {q.pipeline.class_name} makes {q.size} of it, {known}"
+            known = f"frames of {q.pipeline.class_name} are {q.pipeline.frame_factor} n + {q.pipeline.clip[0]}"
+        yield f"{q.size} is predicted in place of {q.made_of}: known {known}"
     if q.pipeline.sized and (q.height, q.width) != (1024, 1024):
         yield f"{q.pipeline.class_name} makes about 1024x1024 pixels of it unless its call has {q.pipeline.sized}"
     if 0 < q.pipeline.longest < q.tokens:

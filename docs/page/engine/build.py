@@ -173,7 +173,7 @@ def main(out: Path) -> None:
     files = sorted([*package.glob("data/**/*.json"), *texts])
     data = {path.relative_to(package).as_posix(): path.read_text("utf-8") for path in files}
     first = {
-        name: data[name] for name in data if not re.search("/(modules|pipelines)/|/workflows|/components|/sm7", name)
+        name: data[name] for name in data if not re.search("/(modules|pipelines)/|/workflow|/components|/sm7", name)
     }
     write_json(out / "data.json", pack(first))
     for name in data.keys() - first:
