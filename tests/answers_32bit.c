@@ -6,7 +6,7 @@
  * a question. Every line prints one line. */
 #include "../csrc/predict/judge.h"
 #include "../csrc/predict/modules/program.h"
-#include "../csrc/predict/workspace/workspace.h"
+#include "../csrc/predict/workspace/plausible.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -12,7 +12,7 @@ from allocator_oracle import Oracle
 from errors import refused
 
 from vaemem import ArgumentOverflowError, _core
-from vaemem.prediction.snapshot import CachingAllocator
+from vaemem.prediction.caching_allocator import CachingAllocator
 
 pytestmark = pytest.mark.core
 

@@ -17,7 +17,7 @@ from errors import refused
 import vaemem
 from vaemem import _core
 from vaemem._common import MIB
-from vaemem.pipelines.comfyui import Layer, ManagedModel, Manager
+from vaemem.pipelines.comfyui_classic import Layer, ManagedModel, Manager
 from vaemem.pipelines.comfyui_run import CLASSIC, COMFYUI_OPTIONS, DYNAMIC, ENCODERS, NO, WHOLE, layers_of
 from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.gpus import find_gpu

@@ -11,8 +11,8 @@ import pytest
 from errors import refused
 
 from vaemem import _core
+from vaemem.prediction.caching_allocator import CachingAllocator, load_snapshot, parse_conf
 from vaemem.prediction.replay import replay
-from vaemem.prediction.snapshot import CachingAllocator, load_snapshot, parse_conf
 
 pytestmark = [pytest.mark.core, pytest.mark.python]
 

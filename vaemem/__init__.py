@@ -34,11 +34,11 @@ if _TYPE_CHECKING:
     from vaemem.pipelines.predict_pipeline import predict_pipeline
     from vaemem.pipelines.ways import PipelinePlan
     from vaemem.prediction.bound import bound
+    from vaemem.prediction.caching_allocator import CachingAllocator
     from vaemem.prediction.formula import formula
     from vaemem.prediction.predict_vae import Prediction, largest_batch, predict, predict_largest
     from vaemem.prediction.process import SimulatedProcess
     from vaemem.prediction.replay import Replay, replay
-    from vaemem.prediction.snapshot import CachingAllocator
     from vaemem.reports.report import report
     from vaemem.tables.estimators import ESTIMATORS, Estimator, compare
     from vaemem.tables.fit import fit
@@ -67,7 +67,7 @@ _NAMES = {
     "prediction.predict_vae": "Prediction largest_batch predict predict_largest",
     "prediction.process": "SimulatedProcess",
     "prediction.replay": "Replay replay",
-    "prediction.snapshot": "CachingAllocator",
+    "prediction.caching_allocator": "CachingAllocator",
     "reports.report": "report",
     "tables.estimators": "ESTIMATORS Estimator compare",
     "tables.fit": "fit",

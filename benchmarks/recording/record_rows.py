@@ -20,7 +20,7 @@ from vaemem.pipelines.recorded_modules import Recorded
 from vaemem.prediction.recording_files import PIPELINE_FOLDER, SUFFIX
 
 DATA = Path(__file__).parents[2] / "vaemem" / "data"
-FOLDER, FACTS = DATA / "pipelines", DATA / "pipeline_facts.json"
+FOLDER, FACTS = DATA / "pipelines", DATA / "generated" / "pipelines.json"
 
 
 def kept_facts(kind: Pipeline) -> dict[str, Any]:

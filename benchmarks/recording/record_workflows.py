@@ -2,7 +2,7 @@
 
     COMFYUI=path python benchmarks/recording/record_workflows.py [NAME ...]
 
-The recordings lie next to the rows; vaemem/data/workflow_facts.json lists the facts.
+The recordings lie next to the rows; vaemem/data/generated/workflows.json lists the facts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from record_rows import kept_facts, write_facts, write_recording
 from vaemem.pipelines.components import pipeline_of
 from vaemem.prediction.recording_files import SUFFIX, WORKFLOW_FOLDER
 
-FACTS = FOLDER.with_name("workflow_facts.json")
+FACTS = FOLDER.with_name("generated") / "workflows.json"
 MOST_FRAMES = 64  # of latents, for which the estimate of a decode is listed
 
 

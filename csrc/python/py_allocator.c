@@ -1,4 +1,4 @@
-/* vaemem._core.CachingAllocator: the simulated PyTorch allocator. vaemem/prediction/snapshot.py wraps it. */
+/* vaemem._core.CachingAllocator: the simulated PyTorch allocator. vaemem/prediction/caching_allocator.py wraps it. */
 #include "py.h"
 
 #include "../predict/allocator/allocator.h"

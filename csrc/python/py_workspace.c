@@ -4,7 +4,7 @@
 #include <limits.h>
 
 #include "../predict/script.h"
-#include "../predict/workspace/workspace.h"
+#include "../predict/workspace/plausible.h"
 #include "py_profile.h"
 
 typedef struct Catalogue {

@@ -2,7 +2,7 @@
  * remembered is what was told. Rows of a workspace differ from its own answers and from each other. */
 #include <string.h>
 
-#include "../../csrc/predict/workspace/workspace.h"
+#include "../../csrc/predict/workspace/plausible.h"
 #include "input.h"
 
 static vm_conv a_conv(input *in) {

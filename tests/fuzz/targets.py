@@ -19,8 +19,8 @@ import numpy as np
 
 from vaemem import Table, _core
 from vaemem.engine import configs, weights
+from vaemem.prediction.caching_allocator import CachingAllocator
 from vaemem.prediction.replay import replay
-from vaemem.prediction.snapshot import CachingAllocator
 
 FOLDER = Path(tempfile.mkdtemp(prefix="vaemem-fuzz-"))
 

@@ -13,7 +13,7 @@ from vaemem._common import MOST_BATCH, __version__, choose, meant, whole
 from vaemem._errors import ArgumentError
 from vaemem._render import Block, Bullets, Columns, Sizer
 from vaemem.pipelines import recorded_modules
-from vaemem.pipelines.comfyui import SOURCE
+from vaemem.pipelines.comfyui_classic import SOURCE
 from vaemem.pipelines.comfyui_run import (
     COMFYUI_OPTIONS,
     DYNAMIC,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from vaemem._core import OutOfMemoryError
 from vaemem.pipelines import recorded_modules
-from vaemem.pipelines.comfyui import (
+from vaemem.pipelines.comfyui_classic import (
     LARGE,
     MORE_ON_LARGE,
     NO_VRAM,

@@ -34,7 +34,7 @@ MOST_LATENT_FRAMES = 1024  # that Wan's transformer has positions for
 
 class Pipeline(NamedTuple):
     """Facts about a pipeline of diffusers. vaemem/data/pipelines has the rows from which
-    benchmarks/recording/record_rows.py lists them (vaemem/data/pipeline_facts.json), and texts with their steps.
+    benchmarks/recording/record_rows.py lists them (vaemem/data/generated/pipelines.json), and texts with their steps.
 
     about: the class, and the repository of its weights on the Hugging Face Hub
     parts: the component of each role, in the order of ``model_cpu_offload_seq``: a recorded module, or a VAE's name
@@ -209,7 +209,9 @@ def pipeline_of(path: str, data: Mapping[str, Any]) -> Pipeline:
     )  # fmt: skip
 
 
-PIPELINES = _Pipelines((name, Pipeline(**facts)) for name, facts in json.loads(shipped("pipeline_facts.json")).items())
+PIPELINES = _Pipelines(
+    (name, Pipeline(**facts)) for name, facts in json.loads(shipped("generated", "pipelines.json")).items()
+)
 
 
 def known_pipeline(argument: str, name: Any, among: Iterable[str] = ()) -> str:

@@ -100,7 +100,7 @@ def predict_pipeline(
         For ComfyUI, `offload` is ``"none"``, or the options ``"--disable-dynamic-vram"``, ``"--novram"`` or
         ``"--disable-dynamic-vram --disable-smart-memory"``; its manager decides the rest. `vae` is ``"whole"``, which
         falls back to tiles, or ``"tiled"``, with or without a side. `components` takes ``"fp8"`` for text encoders and
-        denoisers. `dtype` does not apply. vaemem/data/workflow_facts.json lists the known workflows.
+        denoisers. `dtype` does not apply. vaemem/data/generated/workflows.json lists the known workflows.
 
     Returns
     -------

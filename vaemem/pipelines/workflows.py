@@ -8,4 +8,4 @@ from vaemem._common import shipped
 from vaemem.pipelines.components import Pipeline
 
 # Under the names of the pipelines of diffusers with the same models.
-WORKFLOWS = {name: Pipeline(**facts) for name, facts in json.loads(shipped("workflow_facts.json")).items()}
+WORKFLOWS = {name: Pipeline(**facts) for name, facts in json.loads(shipped("generated", "workflows.json")).items()}

@@ -15,6 +15,7 @@ from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, meant, whole, wholes
 from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError
+from vaemem.prediction.caching_allocator import CachingAllocator
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.held_tensors import LoadedVAE, Moment, Tensor, arch_key, moments, storages_of
 from vaemem.prediction.runtimes import (
@@ -26,7 +27,6 @@ from vaemem.prediction.runtimes import (
     parameter_bytes,
     parameters_of,
 )
-from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import (
     Workspace,
     answers_of,

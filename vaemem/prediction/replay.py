@@ -13,7 +13,14 @@ from vaemem import _core
 from vaemem._common import MIB, choose, whole
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Shown, Sizer, in_mib
-from vaemem.prediction.snapshot import INTERVALS, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
+from vaemem.prediction.caching_allocator import (
+    INTERVALS,
+    CachingAllocator,
+    check_snapshot,
+    load_snapshot,
+    parse_conf,
+    want,
+)
 
 _ACTIONS = (
     "segment_alloc", "segment_free", "segment_map", "segment_unmap", "alloc", "free_requested", "free_completed",

@@ -18,6 +18,7 @@ from vaemem.engine.configs import SAMPLE_SIZES, config_of, named_sample_size, sa
 from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
+from vaemem.prediction.caching_allocator import BACKENDS, CachingAllocator, parse_conf
 from vaemem.prediction.default_dtypes import BFLOAT16_SM, OVERFLOWING, held_by, is_fixed, usual_dtypes
 from vaemem.prediction.gpus import Gpu, find_gpu, known_gpu, present_gpu, sold
 from vaemem.prediction.process import PeakTensor, Reading, SimulatedProcess
@@ -34,7 +35,6 @@ from vaemem.prediction.runtimes import (
     packing,
 )
 from vaemem.prediction.seconds import Machine, cards_of, vae_machine, vae_work
-from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
 from vaemem.prediction.vae_job import OVERLAP, TINY_OVERLAP, Job
 from vaemem.prediction.workspace import Workspace, cudnn_of_torch, torch_for, torch_release
 

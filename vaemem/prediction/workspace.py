@@ -327,7 +327,7 @@ class Workspace:
         """Return every other plausible set of workspaces: bytes of each convolution of a trace or a process, by default
         of all convolutions so far, in that order. Empty if nothing was substituted.
 
-        csrc/predict/workspace/workspace.h defines these sets. Each set appears once, and this workspace's own set does
+        csrc/predict/workspace/plausible.h defines these sets. Each set appears once, and this workspace's own set does
         not appear. `every`: for a process with an unknown cuDNN.
         """
         return self._core.rows(every, self._core if of is None else of)

@@ -1,7 +1,7 @@
 /* The caching allocator's decisions, in PyTorch's order. The model and its limits: allocator.h. */
 #include <stdio.h>
 
-#include "blocks.h"
+#include "allocator_parts.h"
 
 typedef struct request {
     uint64_t bytes, size, stream; /* as requested, rounded */

@@ -5,7 +5,7 @@
  *                |<------ mapped, counted as reserved ----->|
  *
  * The driver model: a page can be mapped while total_memory is not exceeded. */
-#include "blocks.h"
+#include "allocator_parts.h"
 
 /* ---- gaps ---- */
 

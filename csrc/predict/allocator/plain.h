@@ -5,7 +5,7 @@
 #ifndef VM_TORCH_POOL_H
 #define VM_TORCH_POOL_H
 
-#include "blocks.h"
+#include "allocator_parts.h"
 
 typedef struct vm_pool_block {
     uint64_t address, size;

@@ -1,5 +1,5 @@
 /* Snapshots of the allocator, decisions imposed on it, and many steps in one call. */
-#include "blocks.h"
+#include "allocator_parts.h"
 
 /* ---- snapshots ---- */
 

@@ -1,5 +1,5 @@
 /* The tools of the allocator's decisions: statistics, the history, blocks and segments. */
-#include "blocks.h"
+#include "allocator_parts.h"
 
 /* ---- statistics ---- */
 

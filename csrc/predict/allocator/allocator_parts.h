@@ -1,4 +1,4 @@
-/* The allocator's parts: blocks in ordered trees. Private to csrc/predict/torch_*.c.
+/* The allocator's parts: blocks in ordered trees. Private to csrc/predict/allocator.
  *
  *   segment  [ block | block | block ]    prev, next: neighbours in memory
  *                 |               |
@@ -149,7 +149,7 @@ block *ta_find(const vm_talloc *a, uint64_t address);
 void ta_table_add(vm_talloc *a, block *b);
 void ta_table_remove(vm_talloc *a, block *b);
 
-/* ---- segments.c ---- */
+/* ---- bookkeeping.c ---- */
 
 static inline pool *ta_pool(vm_talloc *a, const block *b) { return &a->pools[b->small]; }
 static inline block *ta_block(node *n) { return (block *)n; }

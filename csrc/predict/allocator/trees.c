@@ -1,7 +1,7 @@
 /* Trees, the address table and the storage of the simulated allocator. */
 #include <string.h>
 
-#include "blocks.h"
+#include "allocator_parts.h"
 
 /* ---- trees ---- */
 

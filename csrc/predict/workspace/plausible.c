@@ -1,5 +1,5 @@
-/* Workspaces on a card, and other plausible ones (workspace.h). */
-#include "workspace.h"
+/* Workspaces on a card, and other plausible ones (plausible.h). */
+#include "plausible.h"
 
 #include <string.h>
 
