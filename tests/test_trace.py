@@ -595,7 +595,7 @@ def test_sizes_that_do_not_fit_are_refused():
             overflows("attend", attention_call(dtype, heads, queries, keys, depth, batch), "usual", sm, 128)
     overflows("attend", attention_call("float16", 1, 16, 1 << 59, 60), "usual", 89, 128)  # padded keys, few queries
     overflows("attend", attention_call("bfloat16", 1, half, half, 1), "usual", 75, 128)  # scores
-    with refused("conv_in", kind=OverflowError):
+    with refused("encoder.conv_in", kind=OverflowError):
         _core.Trace.vae(MODELS["sdxl"], "diffusers", "encode", "float32", 1 << 20, 1 << 20, 1 << 16)
 
 

@@ -22,8 +22,8 @@
  * (trimmed to 0). The driver's documentation says that it remaps free pages if none fits; real pools still waste some
  * memory. This pool wastes nothing: reserved is the most in use since the last trim, in pages of 2 MiB, a lower bound.
  * Rounding sizes to 512 B is an assumption. */
-#ifndef VM_TORCH_ALLOC_H
-#define VM_TORCH_ALLOC_H
+#ifndef VM_ALLOCATOR_H
+#define VM_ALLOCATOR_H
 
 #include "../../vm.h"
 

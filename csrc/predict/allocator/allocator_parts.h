@@ -6,18 +6,19 @@
  *
  * An expandable segment is a reserved range of addresses. Between its blocks in use are gaps, free and partly unmapped;
  * a tree holds them by address. */
-#ifndef VM_TORCH_BLOCKS_H
-#define VM_TORCH_BLOCKS_H
+#ifndef VM_ALLOCATOR_PARTS_H
+#define VM_ALLOCATOR_PARTS_H
 
 #include "allocator.h"
 
+/* c10/cuda/CUDACachingAllocator.cpp in PyTorch has the names on the right. */
 #define TA_MIB ((uint64_t)1 << 20)
-#define TA_BLOCK ((uint64_t)512) /* sizes and addresses are multiples of it */
-#define TA_SMALL TA_MIB          /* largest request of the small pool; smallest remainder of a split in the large */
-#define TA_SMALL_SEGMENT (2 * TA_MIB)
-#define TA_LARGE_FROM (10 * TA_MIB) /* below it, large requests share segments of TA_LARGE_SEGMENT */
-#define TA_LARGE_SEGMENT (20 * TA_MIB)
-#define TA_LARGE_ROUND (2 * TA_MIB)
+#define TA_BLOCK ((uint64_t)512)       /* kMinBlockSize: sizes and addresses are multiples of it */
+#define TA_SMALL TA_MIB                /* kSmallSize: largest request of the small pool; least split in the large one */
+#define TA_SMALL_SEGMENT (2 * TA_MIB)  /* kSmallBuffer */
+#define TA_LARGE_FROM (10 * TA_MIB)    /* kMinLargeAlloc: below it, large requests share a TA_LARGE_SEGMENT */
+#define TA_LARGE_SEGMENT (20 * TA_MIB) /* kLargeBuffer */
+#define TA_LARGE_ROUND (2 * TA_MIB)    /* kRoundLarge */
 #define TA_FIRST_ADDRESS ((uint64_t)0x7f0000000000)
 #define TA_LAST_ADDRESS ((uint64_t)1 << 62) /* next_address never passes it */
 #define TA_RESERVATION ((uint64_t)1 << 40)  /* of an expandable segment on an unlimited device */

@@ -2,8 +2,8 @@
  * allocator.c does for one stream and an unlimited device, without history and statistics. It can be copied.
  *
  *   block   0 .. TA_BINS-1: rings of free blocks by size and address, one for each bin; then blocks of memory */
-#ifndef VM_TORCH_POOL_H
-#define VM_TORCH_POOL_H
+#ifndef VM_PLAIN_H
+#define VM_PLAIN_H
 
 #include "allocator_parts.h"
 

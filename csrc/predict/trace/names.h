@@ -1,6 +1,6 @@
 /* Numbered names: each once, in order of first use. */
-#ifndef VM_TORCH_NAMES_H
-#define VM_TORCH_NAMES_H
+#ifndef VM_NAMES_H
+#define VM_NAMES_H
 
 #include "../../vm.h"
 

@@ -2,8 +2,8 @@
  *
  * Follows native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h: the first enabled kernel in PyTorch's order that
  * accepts the call. Gradients, nested tensors and dropout are left out. trace.h describes the kernel's memory. */
-#ifndef VM_TORCH_SDPA_H
-#define VM_TORCH_SDPA_H
+#ifndef VM_SDPA_H
+#define VM_SDPA_H
 
 #include "../../vm.h"
 

@@ -7,8 +7,8 @@
  *
  * A trace knows shapes, not devices: convolutions are questions, whose workspaces the caller looks up; matrix products
  * are uses of cuBLAS. vaemem/pytorch records the same traces from real modules under fake tensors. */
-#ifndef VM_TORCH_TRACE_H
-#define VM_TORCH_TRACE_H
+#ifndef VM_TRACE_H
+#define VM_TRACE_H
 
 #include "../sizes.h"
 #include "names.h"

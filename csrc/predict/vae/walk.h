@@ -12,8 +12,8 @@
  *   parameters.c    their parameters, in the order in which Module.to moves them
  *
  * Functions named after modules return the output and leave the input to the caller. Errors stick in walk.status. */
-#ifndef VM_TORCH_WALK_H
-#define VM_TORCH_WALK_H
+#ifndef VM_WALK_H
+#define VM_WALK_H
 
 #include <stdarg.h>
 #include <stdio.h>

@@ -2,8 +2,8 @@
  *
  *   card, cuDNN, PyTorch -> workspace: a lookup (lookup.h) by rules, the nearest profile, those of other versions
  *   workspace, convolutions -> rows: every other plausible set of answers, for the band and the upper bound */
-#ifndef VM_WORKSPACE_H
-#define VM_WORKSPACE_H
+#ifndef VM_PLAUSIBLE_H
+#define VM_PLAUSIBLE_H
 
 #include "catalogue.h"
 
