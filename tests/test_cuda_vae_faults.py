@@ -445,17 +445,23 @@ for words in (half, {"dtype": "bfloat16"}, {"dtype": "float32"}, half | {"autotu
 
 
 @pytest.mark.parametrize(
-    ("sm", "registers", "want"),
-    [("90", None, "pairs pairs 64x64"), ("90", 128, "64x128 64x128 64x64"), ("80", None, "64x128 64x128 64x64")],
+    ("more", "want"),
+    [
+        ({}, "pairs own pairs own 64x64 cudnn"),
+        ({"VAEMEM_EMULATED_REGISTERS": "128"}, "64x128 own 64x128 own 64x64 cudnn"),
+        ({"VAEMEM_DISABLE": "wgmma"}, "64x128 cudnn 64x128 cudnn 64x64 cudnn"),
+        ({"VAEMEM_EMULATED_SM": "80"}, "64x128 cudnn 64x128 cudnn 64x64 cudnn"),
+    ],
 )
-def test_which_attention_runs(sm, registers, want):
+def test_which_attention_and_convolution_run(more, want):
     """Pairs of blocks on compute capability 9.0 in half precision, if nvcc has given them the registers that they
-    share; with others they would wait forever."""
+    share; with others they would wait forever. VAEMEM_DISABLE=wgmma leaves out the kernels for 9.0."""
     gpu.emulator()
     code = """from vaemem import VAE
 for dtype in ("float16", "bfloat16", "float32"):
-    print(VAE.random("taesd", device="cuda", dtype=dtype)._device.backend.attention)"""
-    env = os.environ | {"VAEMEM_EMULATED_SM": sm} | ({"VAEMEM_EMULATED_REGISTERS": str(registers)} if registers else {})
+    backend = VAE.random("taesd", device="cuda", dtype=dtype)._device.backend
+    print(backend.attention, backend.convolution)"""
+    env = os.environ | {"VAEMEM_EMULATED_SM": "90"} | more
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.stdout.split() == want.split(), done.stderr
 

@@ -31,16 +31,17 @@ static int to_convolution(PyObject *name, void *out) {
 }
 
 static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "dtype", "tf32", "autotune", "libcuda", "libcudnn", "convolution", NULL};
+    static char *names[] = {"device", "dtype", "tf32", "autotune", "libcuda", "libcudnn", "convolution", "wgmma", NULL};
     vm_gpu_options o = {0};
-    int tf32 = 0, autotune = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|iO&ppzzO&:Backend", names, &o.device, vm_py_to_dtype, &o.dtype,
-                                     &tf32, &autotune, &o.libcuda, &o.libcudnn, to_convolution, &o.convolution))
+    int tf32 = 0, autotune = 0, wgmma = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|iO&ppzzO&p:Backend", names, &o.device, vm_py_to_dtype, &o.dtype,
+                                     &tf32, &autotune, &o.libcuda, &o.libcudnn, to_convolution, &o.convolution, &wgmma))
         return NULL;
     if (tf32 && o.dtype != VM_F32)
         return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("tf32", "dtype float32", "%s"), vm_dtype_name(o.dtype));
     o.tf32 = tf32;
     o.autotune = autotune;
+    o.no_wgmma = !wgmma;
     vm_gpu *gpu;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
@@ -161,8 +162,8 @@ static PyGetSetDef backend_attributes[] = {
 static PyType_Slot backend_slots[] = {
     {Py_tp_doc,
      "Backend(device=0, dtype='float32', tf32=False, autotune=False, libcuda=None, libcudnn=None, "
-     "convolution='auto')\n--\n\nOne GPU with one type of numbers. libcuda, libcudnn: paths, if the loader does "
-     "not find them."},
+     "convolution='auto', wgmma=True)\n--\n\nOne GPU with one type of numbers. libcuda, libcudnn: paths, if the "
+     "loader does not find them. wgmma: use the kernels for compute capability 9.0."},
     {Py_tp_new, (void *)backend_new},
     {Py_tp_dealloc, (void *)backend_dealloc},
     {Py_tp_methods, backend_methods},

@@ -81,6 +81,7 @@ static vm_status fill(vm_gpu *g, const vm_gpu_options *o) {
     if ((s = vm_gpu_watch(g, true, &free))) return s;
     const bool may_own = o->convolution == VM_CONVOLUTION_AUTO && o->dtype != VM_F32 && !o->autotune;
     g->own_conv = o->convolution == VM_CONVOLUTION_OWN || may_own;
+    g->no_wgmma = o->no_wgmma;
     if ((s = vm_gpu_load_kernels(g))) return s;
     if (may_own) g->own_conv = g->wgmma;
     if (g->own_conv) strcat(g->name, " own");

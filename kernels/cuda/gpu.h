@@ -56,6 +56,7 @@ typedef struct vm_gpu {
     CUfunction kernel[VM_KERNELS_COUNT], gather, scatter, frames_move, turn; /* the last four: of frames.cu */
     vm_attention_shape attention;
     bool own_conv; /* our own convolution instead of cuDNN's wherever it has a tile */
+    bool no_wgmma; /* as vm_gpu_options */
     bool wgmma;    /* the device and its machine code have conv_wgmma.cu's kernels */
     /* Its kernels, for images and for videos, if the device has room for their tiles. */
     CUfunction conv[VM_CONV_ALL_KINDS], conv_video[VM_CONV_ALL_KINDS];
@@ -93,6 +94,7 @@ typedef struct vm_gpu_options {
     vm_dtype dtype;
     bool tf32, autotune;
     vm_convolution convolution;
+    bool no_wgmma;                  /* the kernels of every device on compute capability 9.0 too */
     const char *libcuda, *libcudnn; /* NULL: search */
 } vm_gpu_options;
 

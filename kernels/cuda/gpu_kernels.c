@@ -9,13 +9,13 @@ VM_GPU_KERNELS(VM_GPU_FATBIN)
 
 static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
 
-/* Gives NULL if the device or its machine code lack the kernel: other GPUs do, and so does code that the driver
- * compiled from PTX. With another number of registers, which another nvcc may choose, the kernel would hang. */
+/* Gives NULL if the device or its machine code lack the kernel, or the user disabled it: other GPUs do, and so does
+ * code that the driver compiled from PTX. With another number of registers, which another nvcc may choose, the kernel would hang. */
 static vm_status find_wgmma(const vm_gpu *g, vm_gpu_kernel of, const char *name, int want, CUfunction *out) {
     int registers = 0;
     CUfunction kernel;
     *out = NULL;
-    if (g->capability != 90) return VM_OK;
+    if (g->capability != 90 || g->no_wgmma) return VM_OK;
     const CUresult found = g->d->ModuleGetFunction(&kernel, g->module[of], name);
     if (found == CUDA_ERROR_NOT_FOUND) return VM_OK;
     const vm_status s = vm_driver_check(g->d, found, name);
@@ -70,7 +70,7 @@ static vm_status find_conv(vm_gpu *g, const vm_conv_tile *t, bool video, CUfunct
 }
 
 static vm_status find_convs(vm_gpu *g) {
-    g->wgmma = g->capability == 90;
+    g->wgmma = g->capability == 90 && !g->no_wgmma;
     for (uint32_t kind = 0; kind < VM_CONV_ALL_KINDS; kind++) {
         const vm_conv_tile t = vm_conv_tile_at(kind, (size_t)g->shared_max);
         if (!t.resident) continue; /* it is not chosen either */

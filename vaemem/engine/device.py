@@ -43,18 +43,19 @@ LEGACY_STREAM = 1  # CUDA's name for stream 0
 # ---- the CPU's instruction sets ----
 
 VARIABLE = "VAEMEM_DISABLE"
+WGMMA = "wgmma"  # the GPU kernels for compute capability 9.0, which VAEMEM_DISABLE may name too
 _disabled = ""  # value of the variable when vaemem was imported
 
 
 def read_disabled() -> None:
-    """Disable the instruction sets that VAEMEM_DISABLE names. Warn of names that are unknown here."""
+    """Disable the instruction sets and GPU kernels that VAEMEM_DISABLE names. Warn of names that are unknown here."""
     global _disabled
     _disabled = os.environ.get(VARIABLE, "")
     lists = [_core.backends(dtype, precision) for dtype in DTYPES for precision in PRECISIONS]
     known = distinct(name for names in lists for name, _ in names if name != "ref")
     named = distinct(filter(None, _disabled.split(",")))
     for name in named:
-        if name not in known:
+        if name not in (*known, WGMMA):
             what = (
                 f"expected names of {', '.join(known)}, separated by commas" if known else "there is nothing to disable"
             )
@@ -212,7 +213,8 @@ class Device:
         self.number, self.dtype, self.precision = number, dtype, precision
         libcuda = os.environ.get("VAEMEM_LIBCUDA")
         tf32 = precision != "highest"
-        self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, find_cudnn(), convolution)
+        wgmma = WGMMA not in _disabled.split(",")
+        self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, find_cudnn(), convolution, wgmma)
 
     def held(self, size: int) -> int:
         """Return the bytes that a block of `size` bytes takes from the GPU."""
