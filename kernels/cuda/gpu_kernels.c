@@ -9,8 +9,9 @@ VM_GPU_KERNELS(VM_GPU_FATBIN)
 
 static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
 
-/* Gives NULL if the device or its machine code lack the kernel, or the user disabled it: other GPUs do, and so does
- * code that the driver compiled from PTX. With another number of registers, which another nvcc may choose, the kernel would hang. */
+/* Gives NULL if the user disabled the kernel, or the device or its machine code lack it: other GPUs do, and so does
+ * code that the driver compiled from PTX. With another number of registers, which another nvcc may choose, the kernel
+ * would hang. */
 static vm_status find_wgmma(const vm_gpu *g, vm_gpu_kernel of, const char *name, int want, CUfunction *out) {
     int registers = 0;
     CUfunction kernel;

@@ -24,8 +24,8 @@ from vaemem.prediction.request import USUAL_GPU, Card, Software
 
 _WAYS = "none", "model"  # of offloading: the two that people use most
 _REFERENCE = (1024, 1024), (1024, 2048)  # two sizes, from whose tensors other areas follow
-_CLIPS = 20, 10  # of two videos, from whose tensors other frames follow; the first is Wan's default
-_FEW = 100  # frames: usual videos are shorter
+_CLIPS = 20, 10  # of two videos, from whose tensors other frames follow
+_FEW = 100  # frames: usual videos are shorter, and others are searched only if their model is named
 _SOLVED = 2  # sizes of a video for which unusual frames are searched, unless the text names its model or size
 _USUAL = 8  # sizes of the named model that are played, whatever tensors they have
 _MOST_POINTS = 16  # sizes of a pipeline that are played
@@ -85,7 +85,8 @@ def _points(message: OomMessage, name: str, scope: Scope) -> Iterator[tuple[int,
     for rank, size in enumerate(clues.sizes or usual):
         is_searched = not clues.frames and (is_named or clues.sizes or rank < _SOLVED)
         solved = _solve_frames(name, size, gpu, message) if is_searched else []
-        usual_frames, _ = _two_videos(name)
+        solved = [frames for frames in solved if is_named or frames <= _FEW]
+        usual_frames = PIPELINES[name].frames
         for frames in dict.fromkeys((clues.frames or usual_frames, *solved)):
             unusual = (rank > 1) + (frames != usual_frames) + (frames > _FEW)
             yield (TOLD if clues.sizes else unusual), size, frames
