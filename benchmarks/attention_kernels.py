@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Machine, median, write_csv
+from common import Machine, median, parser_of, write_csv
 from contest import about, race, relative_error
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -128,14 +128,10 @@ def show(line: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=9, case_seconds=2, device="cuda", small=False)
     parser.add_argument("--sizes", nargs="+", type=int, default=[512, 1024, 2048], help="of images, in pixels")
     parser.add_argument("--channels", type=int, default=512)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"], choices=list(SHORT))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--case-seconds", type=float, default=2, help="rounds end then, once there are three")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--small", action="store_true", help="low ceilings, quickly, to try this script")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"PyTorch {torch.__version__} finds no GPU (--device cpu tries the script)")

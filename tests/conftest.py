@@ -53,7 +53,7 @@ def number_values(items):
 
 
 def is_on_diagonal(numbers, lengths):
-    """Return whether a test is one of those that together have each value of each parameter."""
+    """Return whether a test is kept: the kept tests have each value of each parameter."""
     longest = numbers[lengths.index(max(lengths))]
     return all(number == longest % length for number, length in zip(numbers, lengths, strict=True))
 

@@ -1,4 +1,4 @@
-"""Asking an installed cuDNN (benchmarks/recording/ask_cudnn.py): what it is asked, and what it answers."""
+"""Questions to an installed cuDNN, and its answers (benchmarks/recording/ask_cudnn.py)."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What stable-diffusion.cpp takes, simulated, beside what it reserved (benchmarks/recording/sdcpp_buffers.py)."""
+"""Simulated buffers of stable-diffusion.cpp next to its own (benchmarks/recording/sdcpp_buffers.py)."""
 
 from __future__ import annotations
 

@@ -435,7 +435,8 @@ def test_a_run_without_a_prediction():
 
 
 def test_a_vaes_run_on_the_command_line(path, tmp_path, monkeypatch, capsys):
-    """On a CPU: a table and a file; what is a pipeline's or a GPU's is refused; memory that runs out is one line."""
+    """On a CPU the command prints a table and writes a file. It refuses options for pipelines or GPUs. If memory runs
+    out, it prints one line."""
     cpu_meter_or_skip()
     pytest.importorskip("diffusers")
     run = ["measure", str(path), "decode", "64"]

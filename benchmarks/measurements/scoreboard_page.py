@@ -183,7 +183,7 @@ within {percent(taught.p95)}, and the worst answer is off by {percent(taught.wor
 
 ## The estimators
 
-{table(("estimator", "what it gets, or whose it is"), [(s.name, s.source) for s in unseen])}
+{table(("estimator", "input or source"), [(s.name, s.source) for s in unseen])}
 
 There are {counts["all"]} rows of {counts["sources"]} sources by {counts["publishers"]} publishers.
 {counts["doubtful"]} doubtful rows are not scored. `benchmarks/results/scoreboard.csv` has the errors by source.

@@ -1,9 +1,9 @@
 """Let ComfyUI's models make calls that recorders follow: those of a module's forward.
 
 Some VAEs code a video in chunks. Their encoder and decoder get a list, in which they leave tensors for the next chunk.
-A recorder knows a call's outputs and no changes of lists. So a chunk's call gets what earlier chunks left, and returns
-what it leaves. Some denoisers keep keys and values of the prompt from a run's first step. That step's call returns what
-the denoiser keeps, and further steps' calls get it. The sampler's end frees it.
+A recorder knows a call's outputs and no changes of lists. So a chunk's call gets the tensors that earlier chunks left,
+and returns its own. Some denoisers keep keys and values of the prompt from a run's first step. The first step's call
+returns these tensors, and later calls get them. The sampler frees them at its end.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _by_tiles(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def follow_prefix(model: torch.nn.Module) -> None:
-    """Let a denoiser return what it keeps. The calls of its class run its forward (comfyui_workflow.py)."""
+    """Let a denoiser return the tensors that it keeps. Calls of the class run `forward` (comfyui_workflow.py)."""
     if hasattr(model.diffusion_model, "reset_prefix_cache"):
         model.__class__ = _with_prefix(type(model))
 

@@ -49,8 +49,8 @@ class Steps:
 
 
 class Tokens:
-    """Takes the place of a tokenizer, whose files would tell words apart: a prompt has a number of tokens, and those of
-    the template and of pictures."""
+    """Stands for a tokenizer without files. A prompt has a given number of tokens, and those of the template and of
+    pictures."""
 
     def __init__(self, row: Mapping[str, Any], length: int):
         self._lengths = {name: count or length for name, count in row["tokens_of"].items()}

@@ -51,7 +51,7 @@ VM_DEVICE void vm_pair_copy(const vm_attention_pairs_args &a, char *shared, cons
         vm_copy_box(shared + i * VM_PAIR_BOX, &a.map, i / 2 * 64, 0, query + i % 2 * VM_PAIR_BOX_ROWS, bars.queries,
                     false);
     vm_wgmma_turn<VM_PAIR_STAGES> turn;
-    /* Copies this block's two boxes of a stage to both blocks. The second is from so many columns and rows further. */
+    /* Copies this block's two boxes of a stage to both blocks. The second one begins `columns` and `rows` further. */
     const auto stage = [&](uint32_t group, uint32_t to, uint32_t part, uint32_t column, uint32_t columns, uint32_t row,
                            uint32_t rows) {
         const uint32_t at = group * VM_PAIR_STAGES + turn.at;

@@ -210,9 +210,9 @@ enum {
     VM_PAIR_KEYS = 128,
     VM_PAIR_BOX_ROWS = 32,
     VM_PAIR_THREADS = 384,
-    VM_PAIR_REGISTERS = 168, /* per thread at the kernel's start: nvcc's choice for so many threads per block */
+    VM_PAIR_REGISTERS = 168, /* per thread at the kernel's start: nvcc's choice for blocks of VM_PAIR_THREADS */
     VM_PAIR_STAGES = 4,      /* in flight for each of two warpgroups, */
-    VM_PAIR_STAGE = 16384,   /* each of so many bytes */
+    VM_PAIR_STAGE = 16384,   /* bytes of a stage */
     /* q, the stages, p twice; tops and sums; barriers */
     VM_PAIR_SHARED = VM_PAIR_QUERIES * VM_ATTENTION_CHANNELS * 2 + 2 * VM_PAIR_STAGES * VM_PAIR_STAGE +
         2 * VM_PAIR_QUERIES * VM_PAIR_KEYS * 2 + 2 * VM_PAIR_QUERIES * 4 + (4 * VM_PAIR_STAGES + 1) * 8
