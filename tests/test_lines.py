@@ -12,7 +12,7 @@ from vaemem import formula, predict, predict_pipeline
 from vaemem.prediction.closed_form import PlayedPeak
 from vaemem.prediction.formula import Formula
 from vaemem.prediction.laws import least_above
-from vaemem.prediction.peak_equations import RAISED, Grid, PhaseLine, Point, _uncovered
+from vaemem.prediction.peak_equations import RAISED, Grid, Point, _PhaseLine, _uncovered
 
 pytestmark = pytest.mark.python
 
@@ -121,7 +121,7 @@ def test_a_phase_whose_peak_lies_in_two_places():
 
 def test_a_line_below_another_is_left_out():
     """Two places of a peak whose lines differ little: the higher line says all."""
-    lines = [PhaseLine(f"step, {name}", "bound", law, 0.0, 0.0, "", {}) for name, law in (
+    lines = [_PhaseLine(f"step, {name}", "bound", law, 0.0, 0.0, "", {}) for name, law in (
         ("a", {"N*MP": 5.0, "": 2.0}), ("b", {"N*MP": 6.0, "": 2.0}), ("c", {"N*MP": 6.0, "N": 1.0}), ("d", {"": 2.0}),
         ("e", {"N*MP": 6.0, "": 2.0}),
     )]  # fmt: skip

@@ -17,7 +17,7 @@ from vaemem._core import Program
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_parts import Part, parts_of
-from vaemem.pipelines.quantising import SCHEMES, SIXTEEN_BITS, UNPACKING, LinearLayer, layer_working
+from vaemem.pipelines.quantising import SCHEMES, SIXTEEN_BITS, UNPACKING, _LinearLayer, layer_working
 from vaemem.pipelines.recorded_modules import Weight, load_program
 from vaemem.pipelines.storage import Stored, loaded, rule_of, stored, tensor_bytes
 
@@ -49,7 +49,7 @@ def layer_of(type, outputs, inputs, rows):
     peaks = []
     for has_bias in (True, False):
         live, most = {}, 0
-        tensors = SCHEMES[type].working(LinearLayer(outputs, inputs, "bfloat16", has_bias))
+        tensors = SCHEMES[type].working(_LinearLayer(outputs, inputs, "bfloat16", has_bias))
         for number, one in enumerate(tensors):
             live[number] = one.bytes + rows * one.row_bytes
             most = max(most, sum(live.values()))

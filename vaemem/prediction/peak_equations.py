@@ -124,7 +124,7 @@ class Grid:
         return f"{sides}, {batches}{tokens}{tiles}"
 
 
-class PhaseLine(NamedTuple):
+class _PhaseLine(NamedTuple):
     """The peak of one phase.
 
     Attributes
@@ -166,7 +166,7 @@ class Equation:
     ----------
     name : str
         ``"reserved"`` or ``"allocated"``.
-    lines : tuple of PhaseLine
+    lines : tuple of _PhaseLine
         One line per phase, or several if a phase peaks in places that grow differently.
     grid : Grid
         The sizes that the equation holds for.
@@ -180,7 +180,7 @@ class Equation:
         Reserved memory stays for the next phase. Therefore a phase's line of `reserved` holds at the sizes at which the
         phase needs more than all phases before it.
         """
-        lines, most = list[PhaseLine](), dict.fromkeys(played, 0)
+        lines, most = list[_PhaseLine](), dict.fromkeys(played, 0)
         for phase in next(iter(played.values())):
             peaks = {point: one[phase] for point, one in played.items()}
             sizes = {point: getattr(peak, name) for point, peak in peaks.items()}
@@ -244,19 +244,19 @@ class Equation:
 HEADER = "phase", "counter", "MiB", "kind", "excess", "median"
 
 
-def _excess(lines: Sequence[PhaseLine], at: Mapping[str, Any], sizes: np.ndarray) -> tuple[float, float]:
+def _excess(lines: Sequence[_PhaseLine], at: Mapping[str, Any], sizes: np.ndarray) -> tuple[float, float]:
     """Return the largest and the median excess of the largest line over the sizes."""
     above = np.max([value_of(line.law, at) for line in lines], 0) / sizes - 1
     return float(above.max()), float(np.median(above[_usual(at)]))
 
 
-def _uncovered(lines: Sequence[PhaseLine]) -> list[PhaseLine]:
+def _uncovered(lines: Sequence[_PhaseLine]) -> list[_PhaseLine]:
     """Leave out the lines of a phase that are above another one nowhere: the largest decides, so they say nothing."""
 
-    def covers(a: PhaseLine, b: PhaseLine) -> bool:
+    def covers(a: _PhaseLine, b: _PhaseLine) -> bool:
         return all(a.law.get(power, 0) >= b.law.get(power, 0) for power in {*a.law, *b.law})
 
-    kept = list[PhaseLine]()
+    kept = list[_PhaseLine]()
     for line in lines:
         if not any(covers(other, line) for other in kept):
             kept = [*(other for other in kept if not covers(line, other)), line]
@@ -299,7 +299,7 @@ class _Sizes:
             return [self]
         return [self._some("N=1" if alone else "N>1", some, alone) for alone, some in parts.items()]
 
-    def lines(self) -> list[PhaseLine]:
+    def lines(self) -> list[_PhaseLine]:
         """Return one line, or one for each place of the peak if that is closer and one line is too high."""
         lines = [part.line() for part in self._by_batch()]
         places = grouped(self.played, lambda one: one[1].where)
@@ -309,11 +309,11 @@ class _Sizes:
         split = _uncovered([part.line() for place in parts for part in place._by_batch()])
         return min(lines, split, key=lambda lines: _excess(lines, self.at, self.sizes)[0])
 
-    def line(self) -> PhaseLine:
+    def line(self) -> _PhaseLine:
         where = max(grouped(self.peaks, lambda peak: peak.where).items(), key=lambda item: len(item[1]))[0]
         terms = self._tensors() if self.counter == "allocated" else {}
         law = self._sum(terms) if terms else min(map(self._bound, (BOUND, SQUARES, SCORES)), key=self._too_high)
-        line = PhaseLine(self.phase, "exact" if terms else "bound", law, 0.0, 0.0, where, terms)
+        line = _PhaseLine(self.phase, "exact" if terms else "bound", law, 0.0, 0.0, where, terms)
         excess, median = _excess([line], self.at, self.sizes)
         return line._replace(excess=excess, median=median)
 
