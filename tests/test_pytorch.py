@@ -108,8 +108,19 @@ def test_linear_adds_its_bias_as_on_a_gpu():
     layer = on_meta(lambda: nn.Linear(64, 32))
     dense = record(layer, meta(2, 8, 64)).trace
     assert [op for op, *_ in dense.steps] == ["take", "cublaslt"]
-    transposed = record(layer, meta(2, 64, 8), call=lambda layer, x: layer(x.transpose(1, 2))).trace
-    assert [op for op, *_ in transposed.steps] == ["take", "cublas"]  # a product, the bias in place
+
+    def of_transposed():
+        """Record the layer's call with an input that is not contiguous. The bias is added in place."""
+        return [op for op, *_ in record(layer, meta(2, 64, 8), call=lambda m, x: m(x.transpose(1, 2))).trace.steps]
+
+    assert of_transposed() == [
+        "take",
+        "take",
+        "cublas",
+        "give",
+    ]  # a copied input (should_fold)
+    layer.requires_grad_(False)
+    assert of_transposed() == ["take", "cublas"]  # a batched product
     plain = record(on_meta(lambda: nn.Linear(64, 32, bias=False)), meta(8, 64)).trace
     assert [op for op, *_ in plain.steps] == ["take", "cublas"]
 

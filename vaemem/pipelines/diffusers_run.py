@@ -176,7 +176,9 @@ class PipelineRun:
         sizes = {name: sizes[name] for name in wanted}
         if is_vae(component):
             run = self._encode if method == "encode" else self._decode
-            return self._keep(run(given, **sizes), kept)
+            outputs = run(given, **sizes)
+            self.process.release(outputs[kept:])  # the rest of a posterior of which the pipeline keeps the mean
+            return self._keep(outputs[:kept], kept)
         if role.startswith("text_encoder") and component.rpartition("/")[2] in CLIPS:
             calls, section = -(-sizes["t"] // CLIP_TOKENS), sizes | {"t": min(sizes["t"], CLIP_TOKENS)}
             found = [self._keep(self._call(role, **section), kept) for _ in range(calls)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,12 @@ MASKS = torch.bool, torch.uint8  # dtypes of an index that says which elements
 _REASONS = {"does not require grad": NO_GRADIENTS, "torch.compile stance": NO_COMPILER}  # by PyTorch's messages
 
 
+def _is_a_matrix(x: torch.Tensor) -> bool:
+    """Return whether all dimensions but the last are one dimension in memory."""
+    sides = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
+    return all(stride == after * size for (_, stride), (size, after) in itertools.pairwise(sides))
+
+
 class Eager(TorchFunctionMode):
     """Replaces calls that behave differently under fake tensors and on a GPU."""
 
@@ -81,8 +88,16 @@ class Eager(TorchFunctionMode):
             raise ArgumentError(self._recorder.name(), "", self._refused[func.__name__])
         if func is linear:
             with setting(self._recorder, adds_in_place=True):  # its bias
-                return func(*args, **kwargs)
+                return self._linear(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
+        """Copy an input that is no matrix in memory, if the weight could have a gradient: PyTorch then makes one
+        product of it instead of a batch of them (should_fold in LinearAlgebra.cpp). Casts have no gradient."""
+        if id(weight) in self._recorder.leaves and not self._recorder.caches_casts and not _is_a_matrix(x):
+            out = linear(aten.clone.default(x, memory_format=torch.contiguous_format), weight)
+            return out if bias is None else out.add_(bias)
+        return linear(x, weight, bias)
 
     def number(self, _: Any) -> int:
         """Return the number in a tensor that is an index. Any number gives the same view."""
