@@ -76,6 +76,8 @@ UNET_POINTS = points(
     (3, 101, 49, 77),
     (2, 128, 37, 308),
 )
+# Those for layers that take the pixels of one image as they lie in memory, and copy the pixels of several images.
+LINEAR_POINTS = [*UNET_POINTS, *({**point, "n": 1} for point in UNET_POINTS)]
 UNET_CHECKS = points("n h w t", (2, 88, 120, 77), (8, 57, 66, 154), (1, 17, 130, 77))
 
 
@@ -384,12 +386,14 @@ MODULES = {
     "sd21-unet": Module(
         "UNet2DConditionModel of stable-diffusion-2-1; n images, twice with guidance, a latent h x w, t tokens",
         partial(make_component, "sd21-unet"),
-        _sd21_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
+        _sd21_unet_call, LINEAR_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
+        cases=SINGLE,
     ),
     "sdxl-unet": Module(
         "UNet2DConditionModel of stable-diffusion-xl-base-1.0; n images, twice with guidance, a latent h x w, t tokens",
         partial(make_component, "sdxl-unet"),
-        _sdxl_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
+        _sdxl_unet_call, LINEAR_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
+        cases=SINGLE,
     ),
     "sd15-controlnet": Module(
         "ControlNetModel for stable-diffusion-v1-5; n images, twice with guidance, a latent h x w, t tokens",
@@ -399,7 +403,8 @@ MODULES = {
     "sdxl-controlnet": Module(
         "ControlNetModel for stable-diffusion-xl-base-1.0; n images, twice with guidance, a latent h x w, t tokens",
         partial(make_component, "sdxl-controlnet"),
-        _sdxl_controlnet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
+        _sdxl_controlnet_call, LINEAR_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
+        cases=SINGLE,
     ),
     "sd15-controlled-unet": Module(
         "UNet2DConditionModel of stable-diffusion-v1-5 with a ControlNet's residuals; n images, twice with guidance,"
@@ -411,13 +416,13 @@ MODULES = {
         "UNet2DConditionModel of stable-diffusion-xl-base-1.0 with a ControlNet's residuals; n images, twice with"
         " guidance, a latent h x w, t tokens", partial(make_component, "sdxl-controlled-unet"),
         _controlled(_sdxl_unet_call, (320,) * 3, (320, 640, 640), (640, 1280, 1280, 1280)),
-        UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
+        LINEAR_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2), cases=SINGLE,
     ),
     "sdxl-refiner-unet": Module(
         "UNet2DConditionModel of stable-diffusion-xl-refiner-1.0; n images, twice with guidance, a latent h x w,"
         " t tokens", partial(make_component, "sdxl-refiner-unet"),
-        partial(_sdxl_unet_call, width=1280, ids=5), UNET_POINTS, UNET_CHECKS,
-        products(["", "n"], ["", "t"], levels(3)), halved(3), dtypes=HALF,
+        partial(_sdxl_unet_call, width=1280, ids=5), LINEAR_POINTS, UNET_CHECKS,
+        products(["", "n"], ["", "t"], levels(3)), halved(3), cases=SINGLE, dtypes=HALF,
     ),
     "flux-transformer": Module(
         "FluxTransformer2DModel of FLUX.1-dev; n images, an even latent h x w, t tokens",
