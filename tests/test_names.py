@@ -201,6 +201,7 @@ def test_a_pipeline_of_anothers_modules_says_so():
 OWN_VAES = [
     "hunyuan-video-1.5", "ltx2.5", "minimax-h3", "sana", "sana-1.5-4.8b", "sana-1.5-1.6b", "sana-600m",
     "sana-sprint-0.6b", "sana-sprint-1.6b", "ltx-0.9.5", "cogvideox-5b", "cogvideox-2b", "hunyuan-video",
+    "svd-xt",
 ]  # fmt: skip
 
 

@@ -56,6 +56,7 @@ def test_a_recording_is_of_its_row(name):
         ("ltx-0.9.5", "transformer", 1.92),
         ("aura-flow", "transformer", 6.8), ("cogview3-plus", "text_encoder", 4.76),
         ("hunyuanimage-2.1", "text_encoder", 8.29), ("wan2.2-animate", "image_encoder", 0.632),
+        ("svd-xt", "unet", 1.52), ("svd-xt", "vae", 0.0977),
     ],
 )  # fmt: skip
 def test_numbers_of_parameters_are_the_published_ones(name, role, billions):
@@ -72,14 +73,13 @@ def test_every_recording_is_listed():
 @pytest.mark.parametrize("name", ROWS)
 def test_every_kind_of_offloading_answers(name):
     """Less stays on the card, in this order."""
-    unit, peaks = PIPELINES[name].stride, dict[str, int]()
-    for offload in ("none", "model", "sequential"):
+    unit, peaks, weights = PIPELINES[name].stride, dict[str, int](), dict[str, int]()
+    for offload in ("none", "model", "sequential", "leaf_level"):
         p = predict_pipeline(name, 8 * unit, 8 * unit, gpu="H200", offload=offload)
-        peaks[offload] = p.peak
+        peaks[offload], weights[offload] = p.peak, max(phase.weights for phase in p.phases)
         assert all(phase.flops for phase in p.phases if phase.kind in ("denoise", "decode"))
     assert peaks["none"] > peaks["model"] > peaks["sequential"]
-    group = predict_pipeline(name, 8 * unit, 8 * unit, gpu="H200", offload="leaf_level")
-    assert group.peak < peaks["model"]
+    assert weights["model"] > weights["leaf_level"]
 
 
 torch = pytest.importorskip("torch")
@@ -90,6 +90,7 @@ if int(diffusers.__version__.split(".")[1]) < 42:
     pytest.skip("rows are of diffusers 0.42", allow_module_level=True)
 
 import torch_pipelines
+from small_rows import small_row
 
 from vaemem.pipelines.recorded_modules import Recorded
 from vaemem.prediction.gpus import find_gpu
@@ -296,22 +297,25 @@ NEEDED = {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # a scheduler's, with one step
-@pytest.mark.parametrize("name", ROWS)
-def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
-    """At a size that was not recorded. Buffers that no file has count in load."""
+def row_of(name):
+    """A pipeline's row, if its packages are there."""
     row = json.loads(shipped("pipelines", f"{name}.json"))
     if name in NEEDED:
         pytest.importorskip(NEEDED[name])
     if "dummy" in getattr(diffusers, row["class"]).__module__:
         pytest.skip(f"{row['class']} needs another package")
+    return row
+
+
+def compare(row, name, steps, ways, differences):
+    """Compare each phase with a run of a row's own code, at a size that was not recorded. Buffers that no file has
+    count in load. name: of the pipeline or its recording. differences: of bytes allocated and reserved"""
     pipe, kind = build_row(row, "meta"), PIPELINES[name]
     pipe.vae.use_tiling = False  # as recorded
+    pipe.set_progress_bar_config(disable=True)
     known = arguments_of(pipe)
     sizes = {"height": 11 * kind.stride, "width": 18 * kind.stride}
     words = " ".join([WORD] * (kind.tokens - 2 * (kind.tokens != 77)))
-    steps, ways = (1, ["model"]) if name in SLOW else (3, ["none", "model"])
     steps = max(steps, row.get("least_steps", 1))
     call = {"num_inference_steps": steps, "max_sequence_length": kind.tokens, "negative_prompt": words} | sizes
     frames = {"frames": kind.frame_range[0] + 2 * kind.frame_factor} if kind.frames else {}
@@ -320,7 +324,7 @@ def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
     if kind.unguided or not kind.guides:
         call.pop("negative_prompt", None)
     call |= make_pictures(row["call"], sizes["width"], sizes["height"])
-    allocated, reserved = DIFFERENCES.get(name, (0, 0))
+    allocated, reserved = differences
     for offload in ways:
         own = predict_any(pipe, gpu="H200", prepare=torch_pipelines.WAYS[offload], **call)
         found = predict_pipeline(name, **sizes, **frames, steps=steps, gpu="H200", offload=offload)
@@ -329,5 +333,37 @@ def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
         )
         for one, other in pairs:
             assert one.name == other.name
-            assert abs(one.allocated - other.allocated) <= allocated
-            assert abs(one.reserved - other.reserved) <= reserved
+            assert abs(one.allocated - other.allocated) <= allocated, one.name
+            assert abs(one.reserved - other.reserved) <= reserved, one.name
+
+
+# A scheduler's, with one step.
+comparing = pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
+
+
+@pytest.mark.thorough
+@comparing
+@pytest.mark.parametrize("name", ROWS)
+def test_a_shipped_recording_does_what_the_pipelines_own_code_does(name):
+    steps, ways = (1, ["model"]) if name in SLOW else (3, ["none", "model"])
+    compare(row_of(name), name, steps, ways, DIFFERENCES.get(name, (0, 0)))
+
+
+# As DIFFERENCES, of small configs. The causes are the same ones. HunyuanVideo 1.5's and CogVideoX's
+# differences are in what the allocator rounds blocks up by, and Wan's is a segment for small tensors.
+SMALL_DIFFERENCES = {
+    "kolors": (1 << 16, 0), "qwen-image-2.1": (6722048, 30 << 20), "ernie-image": (512, 0),
+    "playground-v2.5": (512, 0), "hunyuan-video-1.5": (753664, 0), "wan2.1-i2v": (0, 2 << 20),
+    "wan2.1-vace-1.3b": (0, 2 << 20), "wan2.1-vace-14b": (0, 2 << 20), "qwen-image-edit-plus": (6513664, 22 << 20),
+    "cogvideox-5b": (1817600, 12 << 20), "cogvideox-2b": (1062912, 168 << 20),
+}  # fmt: skip
+QUICK = ("cogview4",)  # the others take up to a minute each; TINY has a UNet
+
+
+@comparing
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.thorough] * (one not in QUICK)) for one in ROWS])
+def test_a_small_config_recorded_anew_does_what_its_own_code_does(name, tmp_path):
+    """Not only the shipped numbers are right, but the recorder."""
+    row, path = small_row(name, row_of(name)), tmp_path / "small.vaemem"
+    path.write_text(json.dumps(record_row(row), default=list))
+    compare(row, str(path), 3, ["model"] if name in QUICK else ["none", "model"], SMALL_DIFFERENCES.get(name, (0, 0)))

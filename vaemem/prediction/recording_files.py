@@ -42,7 +42,7 @@ _ROW: Mapping[str, Callable[[Any], bool]] = {
     "aside": lambda value: isinstance(value, list) and all(isinstance(role, str) for role in value),
     "clip": lambda value: _are_counts(value, 3) and min(value) > 0,
     "sound": lambda value: _are_counts(value, 2) and value[1] > 0,
-    "frame_range": lambda value: _are_counts(value, 2) and 0 < value[0] <= value[1],
+    "frame_range": lambda value: _are_counts(value, 2) and 0 < value[0] and value[1] in (0, max(value)),
     "workflow": lambda value: isinstance(value, str) and value.isidentifier(),
     "usage": lambda value: isinstance(value, int | float) and 0 <= value < 1 << 20,
     "blocks": lambda value: isinstance(value, str) and len(value) < 256,
