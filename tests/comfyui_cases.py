@@ -7,7 +7,7 @@ import hashlib
 import itertools
 from typing import NamedTuple
 
-CASES = 200
+CASES, HIGH_CASES = 200, 60  # the second ones with --highvram
 MIB = 1 << 20
 ROLES = "text_encoder", "transformer", "vae"
 SIZES = [(1, 1, 64, 64), (3, 1, 76, 132), (2, 1, 128, 96)]  # of latents: images, frames, height, width
@@ -42,7 +42,8 @@ class Random:
 
 class Case(NamedTuple):
     """models: (layers as (bytes, whether it casts), bytes in no layer, references more) of each, named a, b, c.
-    requests: (model, bytes needed, least bytes or None, whether whole)."""
+    requests: (model, bytes needed, least bytes or None, whether whole). stays: numbers of models that
+    stay on the card."""
 
     card: int
     reserved: int
@@ -50,6 +51,7 @@ class Case(NamedTuple):
     smart: bool
     models: list
     requests: list
+    stays: set
 
 
 def make_case(number):
@@ -70,7 +72,10 @@ def make_case(number):
         needed = random.size() if random.below(2) else random.below(1 + card)
         least = needed // 2 if random.below(2) else None
         requests.append((random.below(len(models)), needed, least, random.below(10) == 0))
-    return Case(card, reserved, "novram" if random.below(12) == 0 else "normal", random.below(12) > 0, models, requests)
+    state, smart, stays = "novram" if random.below(12) == 0 else "normal", random.below(12) > 0, set()
+    if number >= CASES:
+        state, stays = "highvram", {i for i in range(len(models)) if random.below(2)}
+    return Case(card, reserved, state, smart, models, requests, stays)
 
 
 def name(model):

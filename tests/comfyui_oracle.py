@@ -42,10 +42,11 @@ def bytes_there(model):
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def run(manager, size, models, requests, references=(), single=()):
+def run(manager, size, models, requests, references=(), single=(), stays=()):
     """Yield the models after each request: (name, bytes counted, bytes there).
 
     single: models that compute in float32. ComfyUI's class CLIP tells its patcher so.
+    stays: numbers of models that are offloaded to the card, where their loaders put them
     """
     import comfy.model_patcher
     import torch
@@ -57,7 +58,11 @@ def run(manager, size, models, requests, references=(), single=()):
 
     card, cpu = torch.device("cuda", 0), torch.device("cpu")
     manager.current_loaded_models.clear()
-    patchers = [comfy.model_patcher.ModelPatcher(model, card, cpu) for model in models]
+    patchers = [
+        comfy.model_patcher.ModelPatcher(model, card, card if i in stays else cpu) for i, model in enumerate(models)
+    ]
+    for index in stays:
+        move(models[index], card)
     for index in range(len(models)):  # no name may keep a patcher: references count
         if models[index] in single:
             patchers[index].set_model_compute_dtype(torch.float32)
@@ -73,7 +78,8 @@ def run(manager, size, models, requests, references=(), single=()):
         for index, needed, least, whole in requests:
             manager.load_models_gpu([patchers[index]], needed, minimum_memory_required=least, force_full_load=whole)
             listed = [one.model.model for one in manager.current_loaded_models]
-            assert all(one in listed for one in models if bytes_there(one))
+            away = [one for i, one in enumerate(models) if i not in stays]
+            assert all(one in listed for one in away if bytes_there(one))
             yield [(one.called, one.model_loaded_weight_memory, bytes_there(one)) for one in listed]
         for patcher in patchers:
             patcher.detach()  # the models may run on another card
@@ -84,11 +90,12 @@ def run(manager, size, models, requests, references=(), single=()):
 
 def run_case(manager, case):
     """Every other model computes in float32."""
-    manager.vram_state = getattr(manager.VRAMState, {"normal": "NORMAL_VRAM", "novram": "NO_VRAM"}[case.state])
+    states = {"normal": "NORMAL_VRAM", "novram": "NO_VRAM", "highvram": "HIGH_VRAM"}
+    manager.vram_state = getattr(manager.VRAMState, states[case.state])
     manager.EXTRA_RESERVED_VRAM, manager.DISABLE_SMART_MEMORY = case.reserved, not case.smart
     models = [make_model(cases.name(i), layers, rest) for i, (layers, rest, _) in enumerate(case.models)]
     references = [references for *_, references in case.models]
-    return run(manager, case.card, models, case.requests, references, models[1::2])
+    return run(manager, case.card, models, case.requests, references, models[1::2], case.stays)
 
 
 def make_workflow(manager, name):
@@ -168,7 +175,7 @@ def main():
     import comfy.ops
 
     comfy.ops.disable_weight_init._zero_init_parameter = staticmethod(lambda *_: None)  # weights stay without data
-    for number in range(cases.CASES):
+    for number in range(cases.CASES + cases.HIGH_CASES):
         for step, models in enumerate(run_case(manager, cases.make_case(number))):
             print(cases.line(number, step, models))
     for line in itertools.chain(decodes(manager), workflows(manager)):

@@ -18,7 +18,7 @@ import vaemem
 from vaemem import _core
 from vaemem._common import MIB
 from vaemem.pipelines.comfyui_classic import Layer, ManagedModel, Manager
-from vaemem.pipelines.comfyui_run import CLASSIC, COMFYUI_OPTIONS, DYNAMIC, ENCODERS, NO, WHOLE, layers_of
+from vaemem.pipelines.comfyui_run import CLASSIC, COMFYUI_OPTIONS, DYNAMIC, ENCODERS, HIGH, NO, WHOLE, layers_of
 from vaemem.pipelines.workflows import WORKFLOWS
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.runtimes import architecture
@@ -33,6 +33,8 @@ NAME = "zimage-turbo"
 
 def bytes_there(model):
     """Bytes of its weights on the card."""
+    if model.stays:
+        return model.nbytes
     away = sum(layer.bytes for layer in model.layers if layer.name not in model.there)
     return model.nbytes - away if model.is_whole else sum(layer.bytes for layer in model.layers) - away
 
@@ -56,6 +58,7 @@ def play_case(case):
             ],
             rest,
             references,
+            i in case.stays,
         )
         for i, (layers, rest, references) in enumerate(case.models)
     ]
@@ -71,10 +74,10 @@ def golden(kinds):
 def test_the_decisions_are_comfyuis():
     found = [
         cases.line(number, step, models)
-        for number in range(cases.CASES)
+        for number in range(cases.CASES + cases.HIGH_CASES)
         for step, models in enumerate(play_case(cases.make_case(number)))
     ]
-    assert found == golden({*map(str, range(cases.CASES))})
+    assert found == golden({*map(str, range(cases.CASES + cases.HIGH_CASES))})
 
 
 def test_whole_and_tiled_decodes_are_comfyuis():
@@ -196,6 +199,17 @@ def test_without_smart_memory_models_leave_whole():
     assert whole.left["denoise"] == ["text_encoder"] and [*whole.placed["decode"]] == ["vae"]
 
 
+def test_with_much_memory_the_denoiser_is_always_there():
+    whole, high = (predict(gpu="H200", offload=offload) for offload in (CLASSIC, HIGH))
+    size = high.parts["transformer"].nbytes
+    prompt, decode = (phase_of(high, name) for name in ("encode prompt", "decode"))
+    assert prompt.weights == pytest.approx(phase_of(whole, "encode prompt").weights + size, rel=1e-3)
+    assert decode.weights == pytest.approx(phase_of(whole, "decode").weights, rel=1e-3)
+    assert not any(high.left.values()) and high.to_text(all=True).count("stays on the card") == 1
+    few = predict(gpu="RTX 4060", offload=HIGH)
+    assert few.out_of_memory_at and few.verdict == "does not fit" and predict(gpu="RTX 4060", offload=CLASSIC).fits
+
+
 @pytest.mark.skipif("sd15" not in WORKFLOWS, reason="not recorded yet")
 def test_before_compute_capability_8_the_vae_is_in_float32():
     assert predict("sd15", 512, 512, gpu="T4").request.part("vae").dtype == "float32"
@@ -290,6 +304,7 @@ def test_a_workflow_has_an_answer(name):
     [
         ("offload", {"offload": "model"}),
         ("offload", {"offload": "--lowvram"}),
+        ("offload", {"offload": "--gpu-only"}),
         ("vae", {"vae": "sliced"}),
         ("vae", {"vae": "tiled 100"}),
         ("vae", {"vae": "tiled \u0665\u0661\u0662"}),

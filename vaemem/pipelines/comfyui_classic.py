@@ -1,8 +1,9 @@
 """ComfyUI's classic memory management: which models leave the card, and how much of a model is loaded.
 
-ComfyUI uses this manager with ``--disable-dynamic-vram`` and ``--novram``. The rules were read in ComfyUI 0.33.0:
-comfy/model_management.py, model_patcher.py, sampler_helpers.py, model_base.py and sd.py, on an NVIDIA card.
-tests/comfyui_decisions_0.33.0.txt has ComfyUI's decisions on 200 random cards, and a test compares these rules with the
+ComfyUI uses this manager with ``--disable-dynamic-vram``, ``--novram`` and ``--highvram``. The rules were read in
+ComfyUI 0.33.0: comfy/model_management.py, model_patcher.py, sampler_helpers.py, model_base.py and sd.py, on an NVIDIA
+card.
+tests/comfyui_decisions_0.33.0.txt has ComfyUI's decisions on 260 random cards, and a test compares these rules with the
 decisions. Patches (LoRA), hooks, and requests for several models at once are not modelled.
 
 Before a node runs a model, the node loads the model with an estimate of the memory that its call needs. The manager
@@ -25,6 +26,7 @@ INFERENCE, RESERVED = 0.8 * 2**30, 400 * MIB
 RESERVED_ON_WINDOWS, MORE_ON_LARGE, LARGE = 600 * MIB, 100 * MIB, 15 * 1024 * MIB
 ROOM = 1.1  # it frees this many times the weights that it loads
 NORMAL, NO_VRAM = "normal", "novram"  # as --lowvram, too, the manager does the same as without an option
+HIGH_VRAM = "highvram"  # models load whole, and a denoiser stays on the card from its loader's node on
 
 
 class Layer(NamedTuple):
@@ -60,18 +62,26 @@ class ManagedModel:
     is_partial : bool
         Whether the last load left a layer out.
     there : set of str
-        Layers on the card. The bytes of these layers may differ from `loaded`: a layer stays if a later load does not
-        choose it.
+        Layers that the manager counts as on the card. The bytes of these layers may differ from `loaded`: a layer stays
+        if a later load does not choose it.
     """
 
-    def __init__(self, name: str, layers: Iterable[Layer], rest: int = 0, references: int = 0):
-        """references: more Python references to it than to other models; of equals the fewest leave first."""
-        self.name, self.references = name, references
+    def __init__(self, name: str, layers: Iterable[Layer], rest: int = 0, references: int = 0, stays: bool = False):
+        """references: more Python references to it than to other models; of equals the fewest leave first. stays:
+        whether its weights are on the card from the beginning, and stay there if the manager unloads it."""
+        self.name, self.references, self.stays = name, references, stays
         self.layers = sorted(layers, key=lambda layer: layer.order, reverse=True)
         self.nbytes = rest + sum(layer.bytes for layer in self.layers)
         self.loaded, self.is_partial, self.is_whole = 0, False, False
         self.there: set[str] = set()
         self._buffer: float = 0  # room for layers that are sent
+
+    @property
+    def held(self) -> set[str]:
+        """Layers with weights on the card, and "" if the weights in no layer are there."""
+        if self.stays:
+            return {*(layer.name for layer in self.layers), ""}
+        return {*self.there, *[""] * self.is_whole}
 
     @property
     def sent(self) -> list[Layer]:
@@ -135,7 +145,7 @@ class Manager:
     ):  # fmt: skip
         """free: returns the card's free bytes, PyTorch's cache included. smart: False as with
         ``--disable-smart-memory``, which removes models whole. freed: is called after `free`, with whether a model
-        left."""
+        left. With ``--highvram`` it is only called if one left."""
         self.models: list[ManagedModel] = []
         self._free, self._reserved, self._state, self._smart, self._freed = free, reserved, state, smart, freed
 
@@ -168,7 +178,7 @@ class Manager:
         """Return the bytes of further weights that the model may load; negative if it must unload some."""
         if self._state == NO_VRAM:
             return 0.1
-        if whole:
+        if whole or self._state == HIGH_VRAM:
             return 1e32
         free = self._free() + model.loaded
         return max(0, free - least) - model.loaded or 0.1
@@ -187,7 +197,8 @@ class Manager:
             if self.models[i].unload(wanted - free if self._smart else None):
                 gone.append(self.models[i])
         self.models = [model for model in self.models if model not in gone]
-        self._freed(bool(gone))
+        if gone or self._state != HIGH_VRAM:
+            self._freed(bool(gone))
         return gone
 
 

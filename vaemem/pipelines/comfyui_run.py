@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from vaemem._core import OutOfMemoryError
 from vaemem.pipelines import recorded_modules
 from vaemem.pipelines.comfyui_classic import (
+    HIGH_VRAM,
     LARGE,
     MORE_ON_LARGE,
     NO_VRAM,
@@ -49,7 +50,9 @@ ENCODERS = "text_encoder"  # the role of all text encoders together, which are o
 # Options of the program; none: without an option, which has the dynamic manager.
 DYNAMIC, CLASSIC, NO = "none", "--disable-dynamic-vram", "--novram"
 WHOLE = f"{CLASSIC} --disable-smart-memory"  # models leave whole; how it changes the dynamic manager is not known
-COMFYUI_OPTIONS = (DYNAMIC, CLASSIC, NO, WHOLE)
+HIGH = "--highvram"
+COMFYUI_OPTIONS = (DYNAMIC, CLASSIC, NO, WHOLE, HIGH)
+_STATES = {NO: NO_VRAM, HIGH: HIGH_VRAM}
 USUAL_TILE = 512  # pixels of a tile's side by default
 _FALLBACK = 64, 256  # after a decode ran out of memory: latents of a tile's side; pixels for a VAE of videos, or more
 _TILE_FRAMES, _LEAST_FRAMES = 64, 2  # of a video in VAEDecodeTiled's tiles; of their latents
@@ -417,10 +420,12 @@ class _Classic:
             for name, size in weights:
                 owner = name.rpartition(".")[0]
                 sizes.setdefault(owner if owner in names else "", []).append(size)
-            self.models[part.role], self._held[part.role] = ManagedModel(part.role, layers, rest), {}
+            stays = request.offload == HIGH and part.role in request.pipeline.denoisers
+            self.models[part.role] = ManagedModel(part.role, layers, rest, stays=stays)
+            self._held[part.role] = {}
         windows = RESERVED_ON_WINDOWS + MORE_ON_LARGE * (request.card.gpu.total_memory > LARGE)
         reserved = windows if request.card.is_windows else RESERVED
-        state, smart = NO_VRAM if request.offload == NO else NORMAL, request.offload != WHOLE
+        state, smart = _STATES.get(request.offload, NORMAL), request.offload != WHOLE
         self.manager = Manager(self.free, reserved, state, smart, self._empty)
         self._layers_sent = 0  # so far, on streams in turn
         self._left: list[str] = []
@@ -429,7 +434,7 @@ class _Classic:
         """Return the card's free bytes: get_free_memory, after the weights have moved."""
         process = self.run.process
         for role, model in self.models.items():
-            held, chosen = self._held[role], {*model.there, *[""] * model.is_whole}
+            held, chosen = self._held[role], model.held
             for name in [name for name in held if name not in chosen]:
                 process.release(held.pop(name))
             for name in [layer.name for layer in model.layers] + [""]:
@@ -534,5 +539,7 @@ def describe_decisions(run: ComfyUIRun) -> Iterator[str]:
     yield "it starts with no model on the card, and with more free memory on the host than on the card"
     yield "PyTorch's flash attention was played; workspaces of cuDNN's, which ComfyUI uses next, are unknown"
     yield from run.request.pipeline.notes
+    if run.request.offload == HIGH:
+        yield "the loader of the denoiser runs before the prompts are encoded; the denoiser stays on the card"
     if manager == "classic" and run._weights.largest_sent("vae"):
         yield "vae: of its layers that come for their calls, the largest counts during the whole decode"

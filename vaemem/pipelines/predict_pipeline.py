@@ -97,10 +97,11 @@ def predict_pipeline(
         ``"direct"`` chooses, the answer covers both convolutions: by im2col, as without ``--vae-conv-direct``, and
         direct.
 
-        For ComfyUI, `offload` is ``"none"``, or the options ``"--disable-dynamic-vram"``, ``"--novram"`` or
-        ``"--disable-dynamic-vram --disable-smart-memory"``; its manager decides the rest. `vae` is ``"whole"``, which
-        falls back to tiles, or ``"tiled"``, with or without a side. `components` takes ``"fp8"`` for text encoders and
-        denoisers. `dtype` does not apply. vaemem/data/generated/workflows.json lists the known workflows.
+        For ComfyUI, `offload` is ``"none"``, or the options ``"--disable-dynamic-vram"``, ``"--novram"``,
+        ``"--highvram"`` or ``"--disable-dynamic-vram --disable-smart-memory"``; its manager decides the rest. `vae` is
+        ``"whole"``, which falls back to tiles, or ``"tiled"``, with or without a side. `components` takes ``"fp8"`` for
+        text encoders and denoisers. `dtype` does not apply. vaemem/data/generated/workflows.json lists the known
+        workflows.
 
     Returns
     -------
