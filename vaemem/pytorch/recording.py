@@ -347,11 +347,12 @@ def record_by(
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: Any) -> Any:
-        """Return the tensor's counterpart on the GPU; one for each tensor."""
+        """Return the tensor's counterpart on the GPU, or on the host if it stays there; one for each tensor."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         if id(tensor) not in fakes:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+            device = "cpu" if vars(tensor).get("on_host") else "cuda"
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if (known := vars(tensor).get("contents")) is not None:
                 made.__dict__["contents"] = known
             fakes[id(tensor)] = made

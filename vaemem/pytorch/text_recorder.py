@@ -32,7 +32,7 @@ from vaemem.pytorch.recorder import leaves_of, map_leaves
 
 _INNER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, contextlib, sys.modules["vaemem"]))
 _STATEFUL = "scheduler", "guider"  # endings of roles whose components keep something after a call
-_MUCH = 1 << 20  # bytes that a component keeps
+_MUCH = 1 << 20  # bytes that a component keeps, or gets from the host
 _LONGEST = 60  # characters of a tensor's name
 
 
@@ -404,6 +404,7 @@ class TextRecorder(PipelineRecorder):
             made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             if (known := self.contents(x)) is not None:
                 made.__dict__["contents"] = known.clone()
+        made.__dict__["on_host"] = x.device.type == "cpu" and x.nbytes > _MUCH  # the component copies a large table
         return made
 
     def _to_meta(self, output: Any, given: Mapping[int, int]) -> _Output:
