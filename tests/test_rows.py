@@ -363,6 +363,7 @@ SMALL_DIFFERENCES = {
     "cogvideox-5b": (1817600, 12 << 20), "cogvideox-2b": (1062912, 168 << 20),
     "lumina-next": (3974656, 20 << 20), "omnigen": (1024, 0),
     "flux3-klein": (512, 0), "flux3-klein-base": (512, 0),
+    "wan2.2-animate": (746496, 291504128),
 }  # fmt: skip
 QUICK = ("cogview4",)  # the others take up to a minute each; TINY has a UNet
 
@@ -371,6 +372,8 @@ QUICK = ("cogview4",)  # the others take up to a minute each; TINY has a UNet
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.thorough] * (one not in QUICK)) for one in ROWS])
 def test_a_small_config_recorded_anew_does_what_its_own_code_does(name, tmp_path):
     """Not only the shipped numbers are right, but the recorder."""
+    if name.startswith("ltx2."):
+        pytest.skip("its code perturbs a block by number, and nobody has run all its layers here yet")
     row, path = small_row(name, row_of(name)), tmp_path / "small.vaemem"
     path.write_text(json.dumps(record_row(row), default=list))
     compare(row, str(path), 3, ["model"] if name in QUICK else ["none", "model"], SMALL_DIFFERENCES.get(name, (0, 0)))
