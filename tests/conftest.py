@@ -11,6 +11,8 @@ import pytest
 # While other programs keep the processors busy, a thread of torch's that waits for another one by spinning takes the
 # time that the other one needs: several times as much as the work itself. GNU's OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# NumPy's OpenBLAS spins as well, and has no such setting: one thread. The tests' own matrices are small.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets a terminal's width, but a test reads output as a pipe does
 
 pytest.register_assert_rewrite("errors")  # so that a failed comparison shows both sides

@@ -492,7 +492,7 @@ UNSOURCED = [  # the programs' own words, with other numbers
 
 @pytest.mark.parametrize(("text", "source", "first", "said"), REPORTS, ids=[one[1] for one in REPORTS])
 def test_reports(text, source, first, said):
-    e = explain(text)
+    e = explain(text, model=None if first or "hunyuan" in text else "sdxl")  # a search of all models takes seconds
     found = e.candidates[0] if e.candidates and first is not None else None
     assert {name: getattr(found, name) for name in first or ()} == (first or {}), (GITHUB + source, e)
     assert said in e.to_text(width=999)
@@ -500,7 +500,7 @@ def test_reports(text, source, first, said):
 
 @pytest.mark.parametrize(("text", "said"), UNSOURCED)
 def test_other_memories(text, said):
-    e = explain(text)
+    e = explain(text, model="sdxl")
     assert said in e.to_text(width=999) and e.prediction is None and not e.is_told
 
 
@@ -607,7 +607,7 @@ def test_a_long_log_is_read_at_once():
         vaemem.predict("sdxl", "decode", 512, 512, gpu="- " * 10_000)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_a_message_about_any_pipeline(pipeline):
     """Also about one whose VAE is a recorded module. No file's name is shown."""
