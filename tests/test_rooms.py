@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Iterator
@@ -32,7 +33,13 @@ if not HOUSE:
     pytest.skip("the sources are not here", allow_module_level=True)
 
 
-def imports(name: str) -> Iterator[tuple[str, str]]:
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+@functools.cache
+def imports(name: str) -> list[tuple[str, str]]:
     """(module, where) of every import in a file, wherever it stands; `where` says if it is lazy or for types alone."""
 
     def walk(node: ast.AST, when: str) -> Iterator[tuple[str, str]]:
@@ -52,7 +59,7 @@ def imports(name: str) -> Iterator[tuple[str, str]]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, when)
 
-    yield from walk(ast.parse(FILES[name].read_text("utf-8")), "")
+    return list(walk(tree_of(FILES[name]), ""))
 
 
 def arrows() -> Iterator[tuple[str, str, str]]:
@@ -92,7 +99,7 @@ def test_names_that_start_with_an_underscore_stay_at_home():
     """A file takes no private name from another one."""
     taken = []
     for name in FILES:
-        for node in ast.walk(ast.parse(FILES[name].read_text("utf-8"))):
+        for node in ast.walk(tree_of(FILES[name])):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vaemem."):
                 taken += [f"{name}: {a.name}" for a in node.names if re.match(r"_[^_]", a.name)]
     assert taken == []
@@ -105,7 +112,7 @@ def test_attributes_that_start_with_an_underscore_stay_at_home():
     for name, path in FILES.items():
         room = path.parent.relative_to(ROOT).as_posix()
         own = private.setdefault(room, set())
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 own.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -128,7 +135,7 @@ def test_functions_have_few_parameters():
     long = []
     for room in ("prediction", "pipelines"):
         for path in (ROOT / "vaemem" / room).glob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            for node in ast.walk(tree_of(path)):
                 if isinstance(node, ast.FunctionDef) and node.name not in public:
                     given = node.args
                     names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
@@ -151,7 +158,7 @@ def test_the_glossary_has_every_class_once():
         node.name
         for room in ("prediction", "pipelines")
         for path in (ROOT / "vaemem" / room).glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     }
     assert len(words) == len({*words}) and {*words} == classes and len(words) <= 74
@@ -241,7 +248,7 @@ def test_one_name_has_one_meaning():
     for name, path in FILES.items():
         if path.stem not in ("__init__", "__main__"):
             homes.setdefault(path.name, set()).add(name)
-        for node in ast.parse(path.read_text("utf-8")).body:
+        for node in tree_of(path).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             names = [item.id for target in targets if target for item in ast.walk(target) if isinstance(item, ast.Name)]
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -294,7 +301,7 @@ def test_functions_are_short():
     """At most 80 lines, not counting the signature and the docstring."""
     long = set()
     for name, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.body[bool(ast.get_docstring(node)) :]
                 if body and (body[-1].end_lineno or 0) - body[0].lineno >= 80:
@@ -343,6 +350,6 @@ def test_tests_quote_no_messages():
     found = [
         f"{path.name}:{node.lineno}: {ast.unparse(node)}"
         for path in sorted((ROOT / "tests").glob("test_*.py"))
-        for node in quotes(ast.parse(path.read_text("utf-8")))
+        for node in quotes(tree_of(path))
     ]
     assert found == []

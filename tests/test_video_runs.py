@@ -554,7 +554,8 @@ def test_the_drop_in_is_diffusers(name):
         ):
             assert mine.shape == want.shape and error(mine.numpy(), want.double().numpy()) <= LIMIT
         assert ours.to(torch.bfloat16).decode(z.bfloat16()).sample.dtype == torch.bfloat16
-    assert all(torch.equal(ours.float().state_dict()[key], value) for key, value in theirs.state_dict().items())
+    state = ours.float().state_dict()
+    assert all(torch.equal(state[key], value) for key, value in theirs.state_dict().items())
     with refused("x"):
         ours.encode(x[..., :-1])
 
