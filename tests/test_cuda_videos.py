@@ -46,7 +46,7 @@ def test_videos_are_the_cpus(name, op, dtype, size):
 @pytest.mark.parametrize("op", ["decode", "encode"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["bfloat16 own", "float32"])
-@pytest.mark.parametrize("size", [(2, 4, 6), (3, 6, 4)], ids=str)
+@pytest.mark.parametrize("size", [(2, 3, 5), (3, 6, 4)], ids=str)
 @pytest.mark.parametrize("third", range(3))  # of the plans
 def test_every_plan(name, op, dtype, size, third):
     """It keeps to its memory, and gives the same frames; on a GPU cuDNN may choose another engine for other stripes."""
@@ -81,7 +81,8 @@ def test_a_short_last_stripe(monkeypatch, name, multiprocessors, size, op, dtype
 
 
 def test_wide_attention_is_refused_before_a_run():
-    there = VAE.random("wan2.2", parts="decoder", videos=True, **gpu.kind_of("bfloat16"))
+    wide = CONFIGS["wan"] | {"base_dim": (ATTENTION_CHANNELS + 16) // 4, "dim_mult": [1, 1, 4]}
+    there = VAE.random(config=wide, parts="decoder", **gpu.kind_of("bfloat16"))
     with refused(None, names=[f"{ATTENTION_CHANNELS} channels"]):
         there.estimate("decode", 64, 64, frames=5)
 
