@@ -505,16 +505,17 @@ def test_other_memories(text, said):
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu", "used", "op", "tensor", "advice"),
+    ("name", "gpu", "used", "op", "tensor", "frames", "advice"),
     [
-        ("sdxl", "RTX 4060", "0.3 GB", "denoise", "up_blocks.1.attentions.1.transformer_blocks.1.ff.net.0", ""),
-        ("sdxl", "RTX 4060", 0, "decode", None, ""),
-        ("wan2.2-5b", "RTX 4090", 0, "decode", "decoder.up_blocks.3.resnets.0.conv1 [pad]", " --vae tiled"),
+        ("sdxl", "RTX 4060", "0.3 GB", "denoise", "up_blocks.1.attentions.1.transformer_blocks.1.ff.net.0", 0, "model"),
+        ("sdxl", "RTX 4060", 0, "decode", None, 0, "model"),
+        ("wan2.2-5b", "RTX 4090", 0, "decode", "decoder.up_blocks.3.resnets.0.conv1 [pad]", 81, "model --vae tiled"),
+        ("wan2.2-5b", "RTX 3060", 0, "denoise", "blocks.0", 61, "sequential"),  # an unusual length
     ],
 )
-def test_what_fits_predicts_is_explained(name, gpu, used, op, tensor, advice):
+def test_what_fits_predicts_is_explained(name, gpu, used, op, tensor, frames, advice):
     """The message of a pipeline's own prediction, with its model and card, names that run first."""
-    size, how = ((704, 1280), {"offload": "model"}) if name.startswith("wan") else ((1024, 1024), {})
+    size, how = ((704, 1280), {"offload": "model", "frames": frames}) if frames else ((1024, 1024), {})
     p = vaemem.predict_pipeline(name, *size, gpu=gpu, used=used, **how)
     process = p.request.start(total_memory=p.available)
     with pytest.raises(vaemem.OutOfMemoryError) as caught:
@@ -522,13 +523,13 @@ def test_what_fits_predicts_is_explained(name, gpu, used, op, tensor, advice):
     full = caught.value
     sizes = {"wanted": full.wanted, "free": full.free, "allocated": full.allocated, "total": p.card.gpu.reported_memory}
     text = NATIVE.format(**{n: printed(v) for n, v in {**sizes, "cached": full.reserved - full.allocated}.items()})
-    e = explain(text, model=name, gpu=gpu)
+    e = explain(f"height={size[0]}, width={size[1]}: {text}" if frames == 61 else text, model=name, gpu=gpu)
     first = e.candidates[0]
     assert (first.models, first.op, first.height, first.width) == (name, op, *size) and p.out_of_memory_at[0] == op
     assert first.played and first.agrees and e.is_told and (first.tensor, first.bytes) == tuple(p.out_of_memory_at[1])
     assert tensor in (None, first.tensor)
-    frames = " --frames 81" * bool(how)
-    words = f"vaemem fits {name} {size[0]}x{size[1]}{frames} --gpu '{gpu}' --offload model{advice}"
+    length = f" --frames {frames}" if frames else ""
+    words = f"vaemem fits {name} {size[0]}x{size[1]}{length} --gpu '{gpu}' --offload {advice}"
     assert words in " ".join(str(e).split())
 
 
