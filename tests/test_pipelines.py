@@ -599,6 +599,19 @@ def test_an_image_to_begin_with():
             predict_pipeline("sd15", 512, 512, image=True, **how)
 
 
+def test_what_a_pipeline_drops_of_a_posterior_is_freed():
+    """The mean is a view of the first of four tensors. The others have half its size."""
+    request, held = predict_pipeline("sd15", 512, 512, gpu="T4", image=True).request, {}
+    for kept in (0, 1, 4):
+        run = diffusers_run.PipelineRun(request, request.start())
+        run.load("vae")
+        before, image = run.process.allocated, run.take("image", 3 * 512 * 512 * 2)
+        run.call("vae", "encode", image, kept, n=1, f=1, h=512, w=512)
+        held[kept] = run.process.allocated - before
+    mean = 2 * 4 * 64 * 64 * 2
+    assert (held[1] - held[0], held[4] - held[1]) == (mean, 3 * mean // 2)
+
+
 def test_model_offload_sends_away_what_came_before():
     """accelerate's hooks know one component before each: SDXL's first encoder comes back beside the second."""
     found = predict_pipeline("sdxl", 512, 512, offload="model")
