@@ -7,8 +7,9 @@ GroupNorm and SiLU on load, bias, residual and the next norm's sums, and a short
 place. The tiles take turns; a time is that of LAUNCHES launches in a row between two CUDA events, by their number,
 medians of rounds. FLOPs are as computed (after 2x, four products of nine). `chosen` is the tile that vm_conv_choose
 takes now: where another is faster, its costs in kernels/cuda/cuda.h are wrong. conv_wgmma.cu's tiles run with a
-warpgroup ahead of the other, as vm_conv_args.lead says, and with both together. The kernels are what `setup.py
-build_ext --inplace` has left. Rows go to conv_tiles_<gpu>.csv in benchmarks/results.
+warpgroup ahead of the other, as vm_conv_args.lead says, and with both together; and with filters of e4m3 (`fp8`) where
+precision="fp8" has them. The kernels are what `setup.py build_ext --inplace` has left. Rows go to conv_tiles_<gpu>.csv
+in benchmarks/results.
 
 On the CPU (--device cpu --small) the emulator of the tests runs them, to see that this script does.
 """
@@ -73,12 +74,17 @@ class Pass:
             "w": noise(4 if case.up else 1, -(-outs // 128) * 128, k, k, -(-case.in_c // 64) * 64)
             * (k * k * case.in_c) ** -0.5,
             "bias": noise(outs, kind=torch.float32),
+            "w_scale": torch.ones(outs, device=device),
             "y": noise(y_h, y_w, outs),
             "stats": torch.zeros(parts * (16 + 2 * outs), device=device),  # of tiles of 4 rows or more
             "flags": torch.zeros(1, dtype=torch.int32, device=device),
         }
         if case.groups:
             self.kept |= {name: noise(case.in_c, kind=torch.float32) for name in ("scale", "shift")}
+        self.fp8 = blocked and case.groups > 0 and case.k == 3
+        if self.fp8:  # numbers up to 1.5
+            shape = (-(-outs // 96) * 96 + 128) * k * k * -(-case.in_c // 128) * 128
+            self.bytes = torch.randint(0, 0x3D, (shape,), dtype=torch.uint8, device=device)
         if case.add:
             self.kept["add"] = noise(y_h, y_w, outs)
         pitch = outs
@@ -115,15 +121,17 @@ class Turn:
     """A pass by one tile, as one that takes part in a race."""
 
     def __init__(
-        self, of: Pass, name: tuple[int, ...], lead: int, launch: Callable[..., None], most_shared: int,
+        self, of: Pass, name: tuple[int, ...], lead: int, fp8: bool, launch: Callable[..., None], most_shared: int,
         multiprocessors: int,
     ):  # fmt: skip
         tile = conv_tiles(most_shared)[name]
         args = ConvArgs.from_buffer_copy(of.args)
         args.lead = lead
+        if fp8:
+            args.fp8, args.w = True, of.bytes.data_ptr()
         args.items = header().conv_items(args, tile)
         grid = header().conv_grid(args, tile, multiprocessors)
-        kernel = conv_kernel(of.short, name)
+        kernel = conv_kernel(of.short, name, fp8)
         self.run = lambda: launch(kernel, (grid,), (tile.threads,), args, tile.shared)
 
     def time(self, machine: Machine) -> tuple[float, float]:
@@ -150,24 +158,26 @@ def table(machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
             for case in [case for size in args.sizes for case in passes(size, 16 if args.small else args.channels)]:
                 one = Pass(case, dtype, machine.device, wgmma and case.k == 3)
                 lead = header().wgmma_lead(one.args.k)
-                ways = [(name, way) for name in one.tiles(most) for way in ([lead, 0] if len(name) > 3 else [0])]
+                names = one.tiles(most)
+                ways = [(name, way, False) for name in names for way in ([lead, 0] if len(name) > 3 else [0])]
+                ways += [(name, lead, True) for name in names if len(name) > 3 and one.fp8]
                 turns = {way: Turn(one, *way, launch, most, count) for way in ways}
                 chosen = one.chosen(most, count)
                 failures: dict[str, str] = {}
                 times = race(machine, turns, args.rounds, args.case_seconds, failures)
                 for way in ways:
-                    name, ahead = way
+                    name, ahead, fp8 = way
                     seconds = median([device for device, _ in times[way]]) if way in times else None
-                    kind = (" wgmma" if ahead else " wgmma, together") * (len(name) > 3)
+                    kind = (" wgmma" if ahead else " wgmma, together") * (len(name) > 3) + " fp8" * fp8
                     lines.append(
                         {
                             "pass": str(case),
                             "dtype": dtype,
                             "tile": "{}x{}".format(*name) + kind,
-                            "chosen": int(name == chosen and (ahead > 0 or len(name) == 3)),
+                            "chosen": int(name == chosen and not fp8 and (ahead > 0 or len(name) == 3)),
                             "ms": seconds and round(seconds * 1e3, 4),
                             "tflops": seconds and round(case.flops / seconds / 1e12, 1),
-                            "share_of_peak": seconds and round(case.flops / seconds / peak, 3),
+                            "share_of_peak": seconds and round(case.flops / seconds / peak / (1 + fp8), 3),
                             "failure": failures.get(way, ""),
                             **ran,
                         }

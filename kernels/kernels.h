@@ -148,6 +148,16 @@ static inline uint16_t vm_to_float16(float value) {
     return (uint16_t)(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
 }
 
+/* To the 8 bits of e4m3: the largest number is 448, and larger ones become it; NaN stays NaN. */
+static inline uint8_t vm_to_e4m3(float value) {
+    const uint32_t bits = vm_bits_of_float(value), sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
+    if (size > 0x7f800000) return 0x7f;
+    if (size >= 0x43e00000) return (uint8_t)(sign | 0x7e);
+    if (size < 0x3c800000) /* subnormal, as in vm_to_float16: the least step is 2^-9 */
+        return (uint8_t)(sign | (vm_bits_of_float(vm_float_of_bits(size) + 0x1p14f) - 0x46800000));
+    return (uint8_t)(sign | (size - 0x3c000000 + 0x7ffff + (size >> 20 & 1)) >> 20);
+}
+
 /* Stores value, rounded to the array's type. */
 static inline void vm_set_element(vm_dtype dtype, void *data, size_t i, float value) {
     if (dtype == VM_F32)
@@ -291,6 +301,7 @@ typedef struct vm_pass {
     bool add;    /* add a tensor of y's shape on store */
     bool relu;   /* on store, after the addition */
     bool stats;  /* leave the sums that the next GroupNorm needs */
+    bool fp8;    /* may multiply e4m3 if the user wants it: x is normalised on load, and y is a tensor of ours */
     float in_scale, in_shift;
     float out_scale, out_shift; /* y * out_scale + out_shift on store, for the user's pixels */
     vm_format x_format, y_format;
@@ -405,6 +416,7 @@ typedef struct vm_weight {
     bool frames;     /* keeps all slices; otherwise only the last, which is all that one frame meets */
     uint8_t past;    /* (out, in, past + 1, ksize, ksize): slices for earlier frames, then the last */
     uint8_t parts;   /* 0, or 3 or 2 convolutions, one after another: the channels of each begin a new block */
+    bool fp8;        /* as in vm_pass */
 } vm_weight;
 
 /* Returns: slices that are kept. */

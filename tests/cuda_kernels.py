@@ -117,13 +117,15 @@ class AttentionPairsArgs(ctypes.Structure):
 
 class ConvArgs(Args):
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "w", "scale", "shift", "factor", "bias", "add", "y", "stats", "flags")),
+        *((name, c_void_p) for name in ("x", "w", "scale", "shift", "factor", "bias", "w_scale")),
+        *((name, c_void_p) for name in ("add", "y", "stats", "flags")),
         ("first_factor", c_uint64),
         *((name, c_uint32) for name in ("x_h", "x_w", "x_pitch", "in_c")),
         *((name, c_uint32) for name in ("y_h", "y_w", "y_pitch", "y_c", "add_pitch")),
         *((name, c_uint32) for name in ("first_item", "items")),
         *((name, Ring) for name in ("x_ring", "y_ring", "add_ring")),
-        *((name, c_uint32) for name in ("k", "stride", "pad_y", "pad_x", "up", "act", "relu", "blocked", "lead")),
+        *((name, c_uint32) for name in ("k", "stride", "pad_y", "pad_x", "up", "act", "relu", "blocked")),
+        *((name, c_uint32) for name in ("fp8", "lead")),
         *((name, c_uint32) for name in ("x_c", "x_rows", "held", "mirrored")),
         ("y_plane", c_uint64),
         *((name, c_int64) for name in ("row_step", "column_step", "frame_step")),
@@ -173,6 +175,7 @@ const uint32_t conv_kinds = VM_CONV_ALL_KINDS;
 uint32_t conv_parts(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_parts(a, t); }
 uint32_t conv_items(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_items(a, t); }
 uint32_t conv_filters(uint32_t outs) { return vm_conv_filters(outs); }
+uint8_t to_e4m3(float v) { return vm_to_e4m3(v); }
 uint32_t wgmma_lead(uint32_t k) { return vm_wgmma_lead(k); }
 uint32_t conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t n) { return vm_conv_grid(a, t, n); }
 """
@@ -196,6 +199,7 @@ def header():
         build.run(gcc, *warn, "-shared", "-fPIC", "-I", build.CUDA, source, "-o", library)
         h = ctypes.CDLL(str(library))
     args = POINTER(ConvArgs)
+    h.to_e4m3.restype, h.to_e4m3.argtypes = ctypes.c_uint8, (c_float,)
     h.attention_choose.restype, h.attention_choose.argtypes = AttentionShape, (c_int, c_size_t, c_int)
     h.attention_shared.argtypes = (c_int, AttentionShape, c_uint32)
     h.attention_blocks.restype, h.attention_blocks.argtypes = c_size_t, (AttentionShape, c_size_t)
@@ -246,9 +250,10 @@ def in_blocks(w):
     return blocks
 
 
-def conv_kernel(dtype, name):
+def conv_kernel(dtype, name, fp8=False):
     """The kernel of a tile."""
-    return f"vm_conv_{dtype}_wgmma_{name[1]}" if len(name) > 3 else "vm_conv_{}_{}x{}_{}".format(dtype, *name)
+    wgmma = "e4m3" if fp8 else "wgmma"
+    return f"vm_conv_{dtype}_{wgmma}_{name[1]}" if len(name) > 3 else "vm_conv_{}_{}x{}_{}".format(dtype, *name)
 
 
 def number(dtype):

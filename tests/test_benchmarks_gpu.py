@@ -470,7 +470,8 @@ def test_tiles_of_our_convolution(tmp_path, monkeypatch):
     with open(tmp_path / "conv_tiles_cpu.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     tiles = {name: {row["tile"] for row in rows if row["pass"] == name} for name in {row["pass"] for row in rows}}
-    assert len(tiles) == len(seen) == len(conv_tiles.passes(8, 16)) and set(map(len, tiles.values())) == {2, 6}
+    assert len(tiles) == len(seen) == len(conv_tiles.passes(8, 16)) and set(map(len, tiles.values())) == {2, 6, 7}
+    assert {row["tile"] for row in rows if row["tile"].endswith(" fp8")} == {"16x96 wgmma fp8"}
     assert not any(row["failure"] for row in rows) and all(float(row["ms"]) > 0 for row in rows)
     assert {sum(row["chosen"] == "1" for row in rows if row["pass"] == name) for name in tiles} == {1}
     for one in seen:

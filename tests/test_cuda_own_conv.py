@@ -89,12 +89,16 @@ class Case:
         self.add = np.zeros((self.y_h, self.y_w, out_p), self.type) if add else None
         if add:
             self.add[..., :out] = rng.standard_normal((self.y_h, self.y_w, out))
-        self.scale = self.shift = self.factor = None
+        self.scale = self.shift = self.factor = self.w_scale = None
         if norm:
             self.scale, self.shift = np.zeros((2, in_p), np.float32)
             self.scale[:in_c], self.shift[:in_c] = rng.uniform(0.5, 2, in_c), rng.standard_normal(in_c)
         if pixels:
             self.factor = rng.uniform(0.2, 2, (h, w)).astype(np.float32)
+
+    def packed(self, blocked):
+        """Filters as a kernel reads them."""
+        return in_blocks(self.w) if blocked else self.w
 
     def sum_over(self, f, w):
         """Of taps and channels, (y_h, y_w, out). f: x's pixels; w: (phases, out, k, k, c)."""
@@ -111,14 +115,19 @@ class Case:
             y[py::step, px::step] += part @ w[phase, :, a, b].T
         return y
 
-    def exact(self):
-        """y before it is rounded, and the tolerance of the module's docstring without that rounding."""
+    def loaded(self):
+        """x with its norm; and f(x) but for `multiply`."""
         t = self.x.astype(np.float64)
         if self.factor is not None:
             t *= self.factor.astype(np.float64)[..., None]
         if self.scale is not None:
             t = t * self.scale.astype(np.float64) + self.shift
-        f = (np.maximum(t, 0) if self.tiny and self.silu else t / (1 + np.exp(-t)) if self.silu else t) * self.multiply
+        return t, np.maximum(t, 0) if self.tiny and self.silu else t / (1 + np.exp(-t)) if self.silu else t
+
+    def exact(self):
+        """y before it is rounded, and the tolerance of the module's docstring without that rounding."""
+        t, f = self.loaded()
+        f = f * self.multiply
         w = self.w.astype(np.float64)
         y = self.sum_over(f, w) + self.bias.astype(np.float64) * self.bias_scale
         size, terms = self.sum_over(np.abs(f), np.abs(w)), self.k**2 * self.x.shape[2]
@@ -182,7 +191,7 @@ class Conv:
         before = x.copy()
         # conv_wgmma.cu takes filters in blocks alone, the others take both.
         blocked = (seed % 2 == 0 or len(tile) > 3) if blocked is None else blocked
-        weights = memory.copy(in_blocks(case.w) if blocked else case.w, around=Memory.NAN)
+        weights = memory.copy(case.packed(blocked), around=Memory.NAN)
         y_shape = {ROWS: (n, x_pitch if in_place else out + 2 * wider)}.get(
             case.format, (case.y_h, case.y_w, case.out) if case.format == U8_NHWC else (case.out, case.y_h, case.y_w)
         )
@@ -195,15 +204,15 @@ class Conv:
             if add is None:
                 add = memory.full((of_add.rows * case.y_w, add_pitch), case.type, np.nan)
             add[: of_add.rows * case.y_w, :out] = of_add.hold(case.add).reshape(-1, out)
-        given = ("scale", "shift", "factor", "bias")
+        given = ("scale", "shift", "factor", "bias", "w_scale")
         vectors = {v: None if getattr(case, v) is None else memory.copy(getattr(case, v), Memory.NAN) for v in given}
         vectors |= {"bias": None} if case.tiny else {}
         flags = memory.full(1, np.uint32, 0)
         args = case.args(
             x=x, w=weights, y=y, add=add, **vectors, flags=flags, x_pitch=x_pitch, add_pitch=add_pitch,
-            y_pitch=y_shape[1] if case.format == ROWS else 0, blocked=blocked,
+            y_pitch=y_shape[1] if case.format == ROWS else 0, blocked=blocked, fp8=case.w_scale is not None,
         )  # fmt: skip
-        args.lead = seed % min(args.k**2 + 1, 9)  # at most the ring
+        args.lead = seed % min(args.k**2 + 1, 8)  # less than the ring
         t = conv_tiles()[tile]
         parts = None
         if case.stats:
@@ -215,7 +224,7 @@ class Conv:
             of.args if ring else Ring() for of, ring in zip((of_x, of_y, of_add), rings, strict=True)
         )
         grid = grid or min(2, args.items)  # most often fewer blocks than items
-        self.kernels.launch(conv_kernel(case.dtype, tile), (grid,), (t.threads,), args, t.shared, seed)
+        self.kernels.launch(conv_kernel(case.dtype, tile, args.fp8), (grid,), (t.threads,), args, t.shared, seed)
 
         memory.check()
         if case.format == ROWS:

@@ -11,6 +11,7 @@ class Backend:
     unaccounted: int
     to_come: int
     attention: str
+    fp8_weights: int
     cudnn_plans: list[str]
     convolution: str
     cudnn_version: str | None
@@ -24,6 +25,7 @@ class Backend:
         libcudnn: str | None = None,
         convolution: str = "auto",
         wgmma: bool = True,
+        fp8: bool = False,
     ) -> None: ...
     def memory(self) -> tuple[int, int]: ...
     def order(self, stream: int, /) -> None: ...

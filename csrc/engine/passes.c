@@ -81,6 +81,7 @@ typedef struct conv {
     bool bare;        /* no bias */
     bool relu;        /* on store */
     bool over_time;   /* a filter of 3x1x1 that halves or doubles the frames */
+    bool fp8;         /* as in vm_pass */
 } conv;
 
 static const struct words *words_of(const builder *b) { return &words[b->m->arch.family]; }
@@ -101,6 +102,7 @@ static vm_node conv_node(builder *b, const conv *c) {
                  .video = b->video,
                  .add = c->add != VM_NONE,
                  .relu = c->relu,
+                 .fp8 = c->fp8,
                  .out_scale = 1,
                  .clamp = {.from = (uint32_t)c->out}},
         .x_level = b->level,
@@ -151,7 +153,8 @@ static int add_conv(builder *b, const conv *c) {
     const bool doubles = c->over_time && b->op == VM_DECODE;
     const size_t past = of_frames && (c->k == 3 || c->over_time) ? 2 : 0, parts = doubles ? 2 : 0,
                  out = c->out << doubles;
-    const vm_weight weight = {out, c->in, (size_t)c->k, .up = c->up, .past = past, .frames = a->videos, .parts = parts};
+    const vm_weight weight = {out,          c->in,          (size_t)c->k,        .up = c->up,
+                              .past = past, .parts = parts, .frames = a->videos, .fp8 = c->fp8};
     vm_node n = conv_node(b, c);
     if (b->video)
         n.pass.slices += past;
@@ -218,9 +221,9 @@ static void enter_layer(builder *b, size_t level, size_t layer, size_t layers) {
 }
 
 static int resnet(builder *b, int x, size_t in, size_t out) {
-    const int h = add_conv(b, &(conv){"conv1", x, VM_NONE, in, out, 3, .norm = "norm1"});
+    const int h = add_conv(b, &(conv){"conv1", x, VM_NONE, in, out, 3, .norm = "norm1", .fp8 = true});
     const int residual = in == out ? x : add_conv(b, &(conv){"conv_shortcut", x, VM_NONE, in, out, 1});
-    return add_conv(b, &(conv){"conv2", h, residual, out, out, 3, .norm = "norm2"});
+    return add_conv(b, &(conv){"conv2", h, residual, out, out, 3, .norm = "norm2", .fp8 = true});
 }
 
 /* Halves the side, or doubles it. */

@@ -31,17 +31,20 @@ static int to_convolution(PyObject *name, void *out) {
 }
 
 static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "dtype", "tf32", "autotune", "libcuda", "libcudnn", "convolution", "wgmma", NULL};
+    static char *names[] = {"device",   "dtype",       "tf32",  "autotune", "libcuda",
+                            "libcudnn", "convolution", "wgmma", "fp8",      NULL};
     vm_gpu_options o = {0};
-    int tf32 = 0, autotune = 0, wgmma = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|iO&ppzzO&p:Backend", names, &o.device, vm_py_to_dtype, &o.dtype,
-                                     &tf32, &autotune, &o.libcuda, &o.libcudnn, to_convolution, &o.convolution, &wgmma))
+    int tf32 = 0, autotune = 0, wgmma = 1, fp8 = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|iO&ppzzO&pp:Backend", names, &o.device, vm_py_to_dtype, &o.dtype,
+                                     &tf32, &autotune, &o.libcuda, &o.libcudnn, to_convolution, &o.convolution, &wgmma,
+                                     &fp8))
         return NULL;
     if (tf32 && o.dtype != VM_F32)
         return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("tf32", "dtype float32", "%s"), vm_dtype_name(o.dtype));
     o.tf32 = tf32;
     o.autotune = autotune;
     o.no_wgmma = !wgmma;
+    o.fp8 = fp8;
     vm_gpu *gpu;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
@@ -117,6 +120,10 @@ static PyObject *get_convolution(Backend *self, void *Py_UNUSED(closure)) {
     return PyUnicode_FromString(convolutions[self->gpu->own_conv ? VM_CONVOLUTION_OWN : VM_CONVOLUTION_CUDNN]);
 }
 
+static PyObject *get_fp8_weights(Backend *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromSize_t(self->gpu->fp8_weights);
+}
+
 static PyObject *get_attention(Backend *self, void *Py_UNUSED(closure)) {
     const vm_attention_shape s = self->gpu->attention;
     return s.pairs ? PyUnicode_FromString("pairs") : PyUnicode_FromFormat("%ux%u", s.queries, s.keys);
@@ -153,6 +160,7 @@ static PyGetSetDef backend_attributes[] = {
      "Bytes used by kernels, cuDNN and graphs, by differences of free memory.", NULL},
     {"to_come", (getter)get_to_come, NULL, "Bytes that graphs still to be captured may take.", NULL},
     {"convolution", (getter)get_convolution, NULL, "'own' or 'cudnn': the outcome of auto.", NULL},
+    {"fp8_weights", (getter)get_fp8_weights, NULL, "Tensors of weights that were rounded to e4m3.", NULL},
     {"attention", (getter)get_attention, NULL, "The kernel of attention: queries x keys, or 'pairs' (cuda.h).", NULL},
     {"cudnn_plans", (getter)get_cudnn_plans, NULL,
      "cuDNN's plans so far, the newest first: convolution, engine, workspace.", NULL},
@@ -162,8 +170,8 @@ static PyGetSetDef backend_attributes[] = {
 static PyType_Slot backend_slots[] = {
     {Py_tp_doc,
      "Backend(device=0, dtype='float32', tf32=False, autotune=False, libcuda=None, libcudnn=None, "
-     "convolution='auto', wgmma=True)\n--\n\nOne GPU with one type of numbers. libcuda, libcudnn: paths, if the "
-     "loader does not find them. wgmma: use the kernels for compute capability 9.0."},
+     "convolution='auto', wgmma=True, fp8=False)\n--\n\nOne GPU with one type of numbers. libcuda, libcudnn: paths, if "
+     "the loader does not find them. wgmma: use the kernels for compute capability 9.0. fp8: multiply e4m3 in them."},
     {Py_tp_new, (void *)backend_new},
     {Py_tp_dealloc, (void *)backend_dealloc},
     {Py_tp_methods, backend_methods},

@@ -87,6 +87,7 @@ static vm_conv_args own_args(const vm_gpu *g, const vm_pass *p) {
                           .act = p->act,
                           .relu = p->relu,
                           .blocked = vm_gpu_blocked(g, p->ksize, vm_padded(p->x.c), vm_padded(p->y.c)),
+                          .fp8 = vm_gpu_fp8(g, p->fp8, p->ksize, vm_padded(p->x.c), vm_padded(p->y.c)),
                           .lead = vm_wgmma_lead(p->up ? 2 : (uint32_t)p->ksize),
                           .format = p->y_format,
                           .clamp = p->clamp,
@@ -403,6 +404,7 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     a.x_pitch = from_rows ? pitch_of(&at->x, &p->x) : (uint32_t)s->in_c;
     a.x_ring = from_rows ? vm_gpu_ring(&at->x, x.first) : (vm_ring_rows){-(uint32_t)x.first, 0};
     a.w = at->weight;
+    if (a.fp8) a.w_scale = (const float *)((const char *)a.w + vm_gpu_fp8_bytes(vm_padded(p->y.c), a.in_c, 9));
     a.scale = scale_of(p, at);
     a.shift = shift_of(p, at);
     a.factor = vm_norm_by_pixel(p->norm) ? scratch_at(at, s->factor) : NULL;
@@ -420,8 +422,8 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     a.flags = g->flags;
     a.multiply = !from_rows ? 1 : multiplier(p);
     if (!from_rows) a.act = VM_ACT_NONE; /* load has done it */
-    return vm_gpu_launch(g, g->conv[tile.kind], vm_conv_grid(&a, tile, (uint32_t)g->multiprocessors), 1, tile.threads,
-                         tile.shared, &a);
+    return vm_gpu_launch(g, (a.fp8 ? g->conv_fp8 : g->conv)[tile.kind],
+                         vm_conv_grid(&a, tile, (uint32_t)g->multiprocessors), 1, tile.threads, tile.shared, &a);
 }
 
 /* Rows [row, end) of y; the first begins a step. */

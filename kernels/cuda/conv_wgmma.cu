@@ -19,22 +19,6 @@
 
 #ifdef VM_HAS_WGMMA
 
-/* One of the two warpgroups' part of a tile, in the terms of conv_tile.h's shapes. */
-template <int OUTS_, bool VIDEO_>
-struct vm_wgmma_shape {
-    static constexpr int ROWS = 8, OUTS = OUTS_, STRIDE = 1, THREADS = 128, ACROSS = 1, DOWN = 4, M = 2, N = OUTS / 8;
-    static constexpr bool VIDEO = VIDEO_;
-    VM_DEVICE void meet() { vm_meet_some<THREADS>(1 + threadIdx.x / THREADS); }
-    /* The tile that both share. */
-    struct tile {
-        static constexpr int ROWS = 16, OUTS = OUTS_;
-        static constexpr bool VIDEO = VIDEO_;
-    };
-    /* Bytes of a plane of filters, and of a slot of the ring. */
-    static constexpr uint32_t PLANE = OUTS * 16, FILTER = OUTS * VM_CONV_CHUNK * 2;
-    static_assert(FILTER <= VM_WGMMA_FILTER, "as cuda.h");
-};
-
 enum {
     VM_WGMMA_WIDTH = VM_CONV_COLUMNS + 2,
     VM_WGMMA_PIXELS = VM_WGMMA_WIDTH * 18,
@@ -45,14 +29,33 @@ enum {
     VM_WGMMA_GROUP_SUMS = 4 * (2 * 128 + 4) * 4,
     VM_WGMMA_BARRIERS = VM_WGMMA_SUMS + 2 * VM_WGMMA_GROUP_SUMS,
     VM_WGMMA_THREADS = 512, /* 256 multiply, a warp's first thread copies filters, seven warps prepare x */
-    VM_WGMMA_INPUTS = 224,
-    VM_WGMMA_STEP = VM_WGMMA_INPUTS / VM_WGMMA_PLANES /* pixels between them */
+    VM_WGMMA_INPUTS = 224
 };
-/* Registers of a thread that prepares and of one that multiplies. Two warpgroups can only get what the other two give
- * up: they would wait for more forever. */
-enum { VM_WGMMA_FEWER = 72, VM_WGMMA_MORE = 184 };
-static_assert(2 * VM_WGMMA_FEWER + 2 * VM_WGMMA_MORE <= 4 * VM_WGMMA_REGISTERS, "there are no more registers");
 static_assert(VM_WGMMA_BARRIERS + (2 * VM_WGMMA_STAGES + 6) * 8 == VM_WGMMA_SHARED, "as cuda.h");
+
+/* One of the two warpgroups' part of a tile, in the terms of conv_tile.h's shapes. */
+template <int OUTS_, bool VIDEO_, bool E4M3_>
+struct vm_wgmma_shape {
+    static constexpr int ROWS = 8, OUTS = OUTS_, STRIDE = 1, THREADS = 128, ACROSS = 1, DOWN = 4, M = 2, N = OUTS / 8;
+    static constexpr bool VIDEO = VIDEO_, E4M3 = E4M3_;
+    VM_DEVICE void meet() { vm_meet_some<THREADS>(1 + threadIdx.x / THREADS); }
+    /* The tile that both share. */
+    struct tile {
+        static constexpr int ROWS = 16, OUTS = OUTS_;
+        static constexpr bool VIDEO = VIDEO_;
+    };
+    /* Bytes of a plane of filters, and of a slot of the ring. */
+    static constexpr uint32_t PLANE = OUTS * 16, FILTER = OUTS * VM_CONV_CHUNK * 2;
+    static_assert(FILTER <= VM_WGMMA_FILTER, "as cuda.h");
+    /* Channels of a chunk, and of a plane; a thread prepares one of PARTS vectors of a pixel. */
+    static constexpr uint32_t CHUNK = VM_CONV_CHUNK * (E4M3 ? 2 : 1), WIDE = CHUNK / 8, PARTS = CHUNK / 8;
+    static constexpr uint32_t STEP = VM_WGMMA_INPUTS / PARTS; /* pixels between a thread's */
+    static constexpr int BATCH = E4M3 ? 2 : 4;                /* vectors that a thread loads at a time */
+    /* Registers of a thread that prepares and of one that multiplies. Two warpgroups can only get what the other two
+     * give up: they would wait for more forever. */
+    static constexpr int FEWER = E4M3 && OUTS == 128 ? 48 : 72, MORE = 256 - FEWER;
+    static_assert(2 * FEWER + 2 * MORE <= 4 * VM_WGMMA_REGISTERS, "there are no more registers");
+};
 
 struct vm_wgmma_barriers {
     uint64_t *full_x, *empty_x, *full_w, *empty_w, *ahead;
@@ -82,7 +85,7 @@ template <typename T, typename S>
 VM_DEVICE void vm_wgmma_copy(const vm_conv_args &a, const vm_wgmma_chunk &at, uint32_t first, char *to) {
     const T *const from = static_cast<const T *>(a.x) + at.from.c;
 #pragma unroll 1
-    for (uint32_t i = first; i < VM_WGMMA_PIXELS; i += VM_WGMMA_STEP) {
+    for (uint32_t i = first; i < VM_WGMMA_PIXELS; i += S::STEP) {
         uint32_t y, x;
         const bool some = vm_wgmma_pixel<S>(a, at, i, y, x);
         vm_copy_async(to + i * 16, some ? from + vm_conv_x_pixel<S>(a, at.from, y, x) * a.x_pitch : a.x, some);
@@ -98,7 +101,7 @@ enum vm_wgmma_change { VM_WGMMA_SILU, VM_WGMMA_ANY };
 /* Prefetches the chunk that begins with channel c into the L2 cache; a video's may lie in several rows. */
 template <typename T, typename S>
 VM_DEVICE void vm_wgmma_prefetch(const vm_conv_args &a, vm_wgmma_chunk at, uint32_t c, uint32_t thread) {
-    const uint32_t end = min(c + VM_CONV_CHUNK, a.in_c);
+    const uint32_t end = min(c + S::CHUNK, a.in_c);
     for (; c < end; c += S::VIDEO ? a.x_c - at.from.c : (uint32_t)VM_CONV_CHUNK) {
         at.from = vm_conv_source_of<S>(a, at.plane, c);
         for (uint32_t i = thread; i < VM_WGMMA_PIXELS; i += VM_WGMMA_INPUTS) {
@@ -113,7 +116,7 @@ VM_DEVICE void vm_wgmma_prefetch(const vm_conv_args &a, vm_wgmma_chunk at, uint3
 template <typename T, typename S, vm_wgmma_change CHANGE>
 VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, uint32_t first, char *to,
                               uint64_t *empty, uint32_t parity) {
-    constexpr int BATCH = 4; /* vectors that a thread loads at a time */
+    constexpr int BATCH = S::BATCH;
     constexpr bool FACTORS = CHANGE == VM_WGMMA_ANY || S::VIDEO;
     const T *const from = static_cast<const T *>(a.x) + at.from.c;
     float scale[8], shift[8];
@@ -125,14 +128,14 @@ VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, u
         for (int j = 0; j < 8; j++) scale[j] = 1, shift[j] = 0;
     }
 #pragma unroll 1
-    for (uint32_t i = first; i < VM_WGMMA_PIXELS; i += BATCH * VM_WGMMA_STEP) {
+    for (uint32_t i = first; i < VM_WGMMA_PIXELS; i += BATCH * S::STEP) {
         uint4 got[BATCH];
         uint32_t some = 0;
 #pragma unroll
         for (int u = 0; u < BATCH; u++) {
             uint32_t y, x;
             got[u] = {0, 0, 0, 0};
-            if (vm_wgmma_pixel<S>(a, at, i + u * VM_WGMMA_STEP, y, x)) {
+            if (vm_wgmma_pixel<S>(a, at, i + u * S::STEP, y, x)) {
                 got[u] = vm_load16(from + vm_conv_x_pixel<S>(a, at.from, y, x) * a.x_pitch);
                 some |= 1u << u;
             }
@@ -140,7 +143,7 @@ VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, u
         if (i == first) vm_barrier_wait(empty, parity);
 #pragma unroll
         for (int u = 0; u < BATCH; u++) {
-            const uint32_t pixel = i + u * VM_WGMMA_STEP;
+            const uint32_t pixel = i + u * S::STEP;
             float v[8];
             vm_unpack<T>(v, got[u].x);
             vm_unpack<T>(v + 2, got[u].y);
@@ -156,7 +159,13 @@ VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, u
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 v[j] = fmaf(v[j], scale[j], shift[j]);
-                v[j] = CHANGE == VM_WGMMA_SILU ? vm_silu<T>(v[j]) : vm_activated<T>(a.act, v[j]) * a.multiply;
+                v[j] = CHANGE == VM_WGMMA_SILU ? vm_silu<T>(v[j])
+                                               : vm_activated<T>(a.act, v[j]) * (S::E4M3 ? 1 : a.multiply);
+            }
+            if constexpr (S::E4M3) {
+                const vm_long made = vm_pack_e4m3(v) | (vm_long)vm_pack_e4m3(v + 4) << 32;
+                if (pixel < VM_WGMMA_PIXELS) *reinterpret_cast<vm_long *>(to + pixel * 16) = some >> u & 1 ? made : 0;
+                continue;
             }
             const uint4 made = {vm_pack<T>(v[0], v[1]), vm_pack<T>(v[2], v[3]), vm_pack<T>(v[4], v[5]),
                                 vm_pack<T>(v[6], v[7])};
@@ -168,9 +177,10 @@ VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, u
 template <typename T, typename S>
 VM_DEVICE void vm_wgmma_prepare(const vm_conv_args &a, char *shared, const vm_wgmma_barriers &bars) {
     const uint32_t thread = threadIdx.x - (VM_WGMMA_THREADS - VM_WGMMA_INPUTS);
-    const uint32_t plane = thread % VM_WGMMA_PLANES, first = thread / VM_WGMMA_PLANES;
-    const bool changes = a.scale || a.multiply != 1 || a.act;
-    const bool silu = a.act == VM_ACT_SILU && a.multiply == 1 && (S::VIDEO || !a.factor);
+    const uint32_t part = thread % S::PARTS * 8, first = thread / S::PARTS;
+    const uint32_t place = part / S::WIDE * VM_WGMMA_PLANE + part % S::WIDE * (16 / S::WIDE);
+    const bool changes = S::E4M3 || a.scale || a.multiply != 1 || a.act;
+    const bool silu = a.act == VM_ACT_SILU && (S::E4M3 || a.multiply == 1) && (S::VIDEO || !a.factor);
     vm_wgmma_turn<2> turn;
     const auto chunk_of = [&](uint32_t item) {
         const vm_conv_item of = vm_conv_item_of<typename S::tile>(a, item);
@@ -182,13 +192,13 @@ VM_DEVICE void vm_wgmma_prepare(const vm_conv_args &a, char *shared, const vm_wg
     for (uint32_t item = blockIdx.x; item < a.items; item += gridDim.x) {
         vm_wgmma_chunk at = chunk_of(item);
 #pragma unroll 1
-        for (uint32_t c = 0; c < a.in_c; c += VM_CONV_CHUNK) {
-            if (c + VM_CONV_CHUNK < a.in_c)
-                vm_wgmma_prefetch<T, S>(a, at, c + VM_CONV_CHUNK, thread);
+        for (uint32_t c = 0; c < a.in_c; c += S::CHUNK) {
+            if (c + S::CHUNK < a.in_c)
+                vm_wgmma_prefetch<T, S>(a, at, c + S::CHUNK, thread);
             else if (item + gridDim.x < a.items)
                 vm_wgmma_prefetch<T, S>(a, chunk_of(item + gridDim.x), 0, thread);
-            at.from = vm_conv_source_of<S>(a, at.plane, c + plane * 8);
-            char *const to = shared + turn.at * VM_WGMMA_INPUT + plane * VM_WGMMA_PLANE;
+            at.from = vm_conv_source_of<S>(a, at.plane, c + part);
+            char *const to = shared + turn.at * VM_WGMMA_INPUT + place;
             uint64_t *const empty = bars.empty_x + turn.at;
             if (!changes) {
                 vm_barrier_wait(empty, turn.parity ^ 1);
@@ -208,13 +218,13 @@ VM_DEVICE void vm_wgmma_prepare(const vm_conv_args &a, char *shared, const vm_wg
 
 template <typename S>
 VM_DEVICE void vm_wgmma_filters(const vm_conv_args &a, char *shared, const vm_wgmma_barriers &bars) {
-    const uint32_t taps = a.k * a.k, blocks = (a.in_c + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK * taps;
-    const uint32_t outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
+    const uint32_t taps = a.k * a.k, blocks = (a.in_c + S::CHUNK - 1) / S::CHUNK * taps;
+    const uint32_t outs = VM_ROUND_UP(a.y_c, VM_BLOCK), in = S::E4M3 ? a.in_c / 2 : a.in_c;
     vm_wgmma_turn<VM_WGMMA_STAGES> turn;
     for (uint32_t item = blockIdx.x; item < a.items; item += gridDim.x) {
         const vm_conv_item at = vm_conv_item_of<typename S::tile>(a, item);
         const char *from =
-            static_cast<const char *>(a.w) + 2 * vm_conv_filter_at(outs, a.in_c, taps, at.phase, at.out, 0, 0);
+            static_cast<const char *>(a.w) + 2 * vm_conv_filter_at(outs, in, taps, at.phase, at.out, 0, 0);
 #pragma unroll 1
         for (uint32_t block = 0; block < blocks; block++, from += S::FILTER) {
             vm_barrier_wait(bars.empty_w + turn.at, turn.parity ^ 1);
@@ -231,11 +241,12 @@ template <uint32_t COUNT>
 using vm_wgmma_steps = std::integral_constant<uint32_t, COUNT>;
 
 /* Frees what belongs to an item, unread. */
+template <typename S>
 VM_DEVICE void vm_wgmma_pass(const vm_conv_args &a, const vm_wgmma_barriers &bars, vm_wgmma_turn<2> &x,
                              vm_wgmma_turn<VM_WGMMA_STAGES> &w) {
     const bool first = threadIdx.x % 32 == 0;
 #pragma unroll 1
-    for (uint32_t c = 0; c < a.in_c; c += VM_CONV_CHUNK, x.next()) {
+    for (uint32_t c = 0; c < a.in_c; c += S::CHUNK, x.next()) {
         vm_barrier_wait(bars.full_x + x.at, x.parity);
 #pragma unroll 1
         for (uint32_t tap = 0; tap < a.k * a.k; tap++, w.next()) {
@@ -244,6 +255,39 @@ VM_DEVICE void vm_wgmma_pass(const vm_conv_args &a, const vm_wgmma_barriers &bar
             if (first) vm_barrier_arrive(bars.empty_w + w.at);
         }
         if (first) vm_barrier_arrive(bars.empty_x + x.at);
+    }
+}
+
+/* Adds the products of a chunk at one tap to d. STEPS: 32 bytes of channels that the chunk has, known to the compiler, as
+ * wgmma wants no choice in between. They are under way when this returns; those of e4m3 are done: a half of the pixels
+ * after the other, they are summed by themselves and then added, as the tensor cores' sums have few bits. */
+template <typename T, typename S, uint32_t STEPS>
+VM_DEVICE void vm_wgmma_tap(float (&d)[2][S::N][4], uint64_t x, uint64_t w) {
+    const uint32_t x_step = 2 * VM_WGMMA_PLANE, w_step = 2 * S::PLANE;
+    if constexpr (S::E4M3) {
+#pragma unroll
+        for (uint32_t half = 0; half < 2; half++) {
+            const uint64_t x_half = vm_matrix_at(x, half * 8 * 16);
+            float sum[S::N][4];
+            vm_wgmma_begin();
+            vm_wgmma_e4m3<S::N, false>(sum, x_half, w);
+#pragma unroll
+            for (uint32_t step = 1; step < STEPS; step++)
+                vm_wgmma_e4m3<S::N, true>(sum, vm_matrix_at(x_half, step * x_step), vm_matrix_at(w, step * w_step));
+            vm_wgmma_commit();
+            vm_wgmma_wait<0>();
+            vm_wgmma_hold(sum);
+#pragma unroll
+            for (int i = 0; i < 4 * S::N; i++) d[i % 4 / 2][i / 4][half * 2 + i % 2] += sum[i / 4][i % 4];
+        }
+    } else {
+        vm_wgmma_begin();
+#pragma unroll
+        for (uint32_t step = 0; step < STEPS; step++) {
+            vm_wgmma_64<T, S::N, 0>(d, vm_matrix_at(x, step * x_step), vm_matrix_at(w, step * w_step));
+            vm_wgmma_64<T, S::N, 1>(d, vm_matrix_at(x, step * x_step + 8 * 16), vm_matrix_at(w, step * w_step));
+        }
+        vm_wgmma_commit();
     }
 }
 
@@ -263,7 +307,7 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
         at.row += group * S::ROWS;
         at.part = (at.row / S::ROWS * columns + at.column / VM_CONV_COLUMNS) * phases + at.phase;
         if (at.row >= h) { /* none of its rows is y's: let the others go on */
-            vm_wgmma_pass(a, bars, x, w);
+            vm_wgmma_pass<S>(a, bars, x, w);
             continue;
         }
         if (a.add) vm_conv_prefetch<T, S>(a, at);
@@ -271,14 +315,13 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
 #pragma unroll
         for (int i = 0; i < 2 * S::N; i++) {
             const uint32_t o = at.out + vm_conv_channel(i);
-            const float bias = a.bias && o < VM_ROUND_UP(a.y_c, VM_BLOCK) ? a.bias[o] * a.bias_scale : 0;
+            const bool biased = !S::E4M3 && a.bias && o < VM_ROUND_UP(a.y_c, VM_BLOCK);
+            const float bias = biased ? a.bias[o] * a.bias_scale : 0;
 #pragma unroll
             for (int r = 0; r < 2 * S::M; r++) d[r / 2][i / 2][r % 2 * 2 + i % 2] = bias;
         }
         vm_wgmma_hold(d);
         uint64_t *left_w = nullptr, *left_x = nullptr; /* read by the products before the last ones */
-        /* STEPS: sixteenths of channels that the chunk has, known to the compiler, as wgmma wants no choice in
-         * between. */
         const auto chunk = [&](auto STEPS) {
             vm_barrier_wait(bars.full_x + x.at, x.parity);
             if (a.lead && group == 1) vm_barrier_wait(bars.ahead + x.at, x.parity);
@@ -288,20 +331,13 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
             for (uint32_t tap = 0; tap < taps; tap++) {
                 vm_barrier_wait(bars.full_w + w.at, w.parity);
                 const uint64_t w_now = vm_matrix_at(w_first, w.at * S::FILTER);
-                vm_wgmma_begin();
-#pragma unroll
-                for (uint32_t step = 0; step < decltype(STEPS)::value; step++) {
-                    const uint64_t x_step = vm_matrix_at(x_now, step * 2 * VM_WGMMA_PLANE);
-                    const uint64_t w_step = vm_matrix_at(w_now, step * 2 * S::PLANE);
-                    vm_wgmma_64<T, S::N, 0>(d, x_step, w_step);
-                    vm_wgmma_64<T, S::N, 1>(d, vm_matrix_at(x_step, 8 * 16), w_step);
-                }
-                vm_wgmma_commit();
-                vm_wgmma_wait<1>();
-                if (lane == 0 && left_w) vm_barrier_arrive(left_w);
+                vm_wgmma_tap<T, S, decltype(STEPS)::value>(d, x_now, w_now);
+                uint64_t *const this_w = bars.empty_w + w.at;
+                if constexpr (!S::E4M3) vm_wgmma_wait<1>();
+                if (lane == 0 && (S::E4M3 || left_w)) vm_barrier_arrive(S::E4M3 ? this_w : left_w);
                 if (lane == 0 && left_x) vm_barrier_arrive(left_x);
                 if (lane == 0 && group == 0 && tap + 1 == a.lead) vm_barrier_arrive(bars.ahead + x.at);
-                left_w = bars.empty_w + w.at;
+                left_w = this_w;
                 left_x = nullptr;
                 w.next();
                 x_now = vm_matrix_at(x_now, 16);
@@ -313,12 +349,13 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
             left_x = bars.empty_x + x.at;
             x.next();
         };
-        const uint32_t rest = a.in_c % VM_CONV_CHUNK / 16;
+        const uint32_t rest = (a.in_c % S::CHUNK + S::CHUNK / 4 - 1) / (S::CHUNK / 4);
 #pragma unroll 1
-        for (uint32_t i = 0; i < a.in_c / VM_CONV_CHUNK; i++) chunk(vm_wgmma_steps<4>());
+        for (uint32_t i = 0; i < a.in_c / S::CHUNK; i++) chunk(vm_wgmma_steps<4>());
         if (rest == 1) chunk(vm_wgmma_steps<1>());
         if (rest == 2) chunk(vm_wgmma_steps<2>());
         if (rest == 3) chunk(vm_wgmma_steps<3>());
+        if (S::E4M3 && rest == 4) chunk(vm_wgmma_steps<4>());
         vm_wgmma_wait<0>();
         float sum[2][S::N]
                  [4]; /* the epilogue takes numbers apart, and d would be kept as integers from the beginning */
@@ -326,8 +363,22 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
         for (int i = 0; i < 8 * S::N; i++)
             sum[i / 4 / S::N][i / 4 % S::N][i % 4] = d[i / 4 / S::N][i / 4 % S::N][i % 4];
         vm_wgmma_hold(sum);
+        if constexpr (S::E4M3) {
+#pragma unroll
+            for (int i = 0; i < 2 * S::N; i++) {
+                const uint32_t o = at.out + vm_conv_channel(i);
+                const bool some = o < VM_ROUND_UP(a.y_c, VM_BLOCK);
+                const float scale = some ? a.w_scale[o] * a.multiply : 0;
+                const float bias = some && a.bias ? a.bias[o] * a.bias_scale : 0;
+#pragma unroll
+                for (int r = 0; r < 2 * S::M; r++) {
+                    float &of = sum[r / 2][i / 2][r % 2 * 2 + i % 2];
+                    of = fmaf(of, scale, bias);
+                }
+            }
+        }
         if (lane == 0) {
-            vm_barrier_arrive(left_w);
+            if (!S::E4M3) vm_barrier_arrive(left_w);
             vm_barrier_arrive(left_x);
         }
         if (at.row + S::ROWS <= h && at.column + VM_CONV_COLUMNS <= width && at.out + S::OUTS <= a.y_c)
@@ -338,9 +389,8 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
     }
 }
 
-template <typename T, int OUTS, bool VIDEO>
+template <typename T, typename S>
 VM_DEVICE void vm_wgmma_convolve(const vm_conv_args &a, char *shared) {
-    typedef vm_wgmma_shape<OUTS, VIDEO> S;
     uint64_t *const first = reinterpret_cast<uint64_t *>(shared + VM_WGMMA_BARRIERS);
     const vm_wgmma_barriers bars = {first, first + 2, first + 4, first + 4 + VM_WGMMA_STAGES,
                                     first + 4 + 2 * VM_WGMMA_STAGES};
@@ -355,10 +405,10 @@ VM_DEVICE void vm_wgmma_convolve(const vm_conv_args &a, char *shared) {
     __syncthreads();
     const uint32_t warp = vm_of_warp(threadIdx.x / 32);
     if (warp < 8) {
-        vm_more_registers<VM_WGMMA_MORE>();
+        vm_more_registers<S::MORE>();
         vm_wgmma_multiply<T, S>(a, shared, bars);
     } else {
-        vm_fewer_registers<VM_WGMMA_FEWER>();
+        vm_fewer_registers<S::FEWER>();
         if (warp == 8) {
             if (threadIdx.x % 32 == 0) vm_wgmma_filters<S>(a, shared, bars);
         } else
@@ -366,16 +416,18 @@ VM_DEVICE void vm_wgmma_convolve(const vm_conv_args &a, char *shared) {
     }
 }
 
-#define VM_CONV_WGMMA(name, T, outs, video)                                           \
+#define VM_CONV_WGMMA(name, T, outs, video, e4m3)                                     \
     VM_KERNEL __launch_bounds__(VM_WGMMA_THREADS, 1) vm_conv_##name(vm_conv_args a) { \
         VM_SHARED(char, shared);                                                      \
-        vm_wgmma_convolve<T, outs, video>(a, shared);                                 \
+        vm_wgmma_convolve<T, vm_wgmma_shape<outs, video, e4m3>>(a, shared);           \
     }
-#define VM_CONV_WGMMA_ALL(type, T)                      \
-    VM_CONV_WGMMA(type##_wgmma_128, T, 128, false)      \
-    VM_CONV_WGMMA(type##_wgmma_96, T, 96, false)        \
-    VM_CONV_WGMMA(type##_wgmma_128_video, T, 128, true) \
-    VM_CONV_WGMMA(type##_wgmma_96_video, T, 96, true)
+#define VM_CONV_WGMMA_ALL(type, T)                             \
+    VM_CONV_WGMMA(type##_wgmma_128, T, 128, false, false)      \
+    VM_CONV_WGMMA(type##_wgmma_96, T, 96, false, false)        \
+    VM_CONV_WGMMA(type##_wgmma_128_video, T, 128, true, false) \
+    VM_CONV_WGMMA(type##_wgmma_96_video, T, 96, true, false)   \
+    VM_CONV_WGMMA(type##_e4m3_128, T, 128, false, true)        \
+    VM_CONV_WGMMA(type##_e4m3_96, T, 96, false, true)
 VM_CONV_WGMMA_ALL(f16, vm_half)
 VM_CONV_WGMMA_ALL(bf16, vm_bfloat16)
 

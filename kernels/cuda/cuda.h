@@ -274,6 +274,10 @@ static inline size_t vm_attention_blocks(vm_attention_shape s, size_t n) {
  *
  * add may be y itself. y may be x if k is 1, vm_conv_choose was called with in_place, and both have the same pitch.
  *
+ * vm_conv_<dtype>_e4m3_<outs>: f(v) and w are rounded to e4m3, f(v) without `multiply`. The sums of every 128 channels at
+ * a tap are of the tensor cores, which keep fewer bits (vm_wgmma_e4m3); all other sums are in float. The sum for y[..][o]
+ * is multiplied by w_scale[o] * multiply.
+ *
  * vm_conv_<dtype>_.._video: a video's 3x3x3 convolution, of x [x_rows][x_h][x_w][x_pitch]. Each row of y is a
  * picture of frames (x_h, y_h) and columns, and filters have the channels of the three rows that they meet: in_c is
  * 3 * x_c. held, mirrored: as in vm_pass. The user's video is written as by vm_scatter. There are no sums. */
@@ -282,6 +286,7 @@ typedef struct vm_conv_args {
     const float *scale, *shift; /* [in_c], a video's [x_c], or NULL */
     const float *factor;        /* [x_h][x_w], a video's [x_rows][x_h][x_w], from first_factor on, or NULL */
     const float *bias;          /* [y_c padded], or NULL */
+    const float *w_scale;       /* [y_c padded], of e4m3 */
     const void *add;            /* [y_h][y_w][add_pitch], or NULL */
     void *y;                    /* [y_h][y_w][y_pitch], or the user's pixels by format */
     float *stats;               /* vm_conv_parts of vm_stats_floats(y_c), or NULL */
@@ -293,7 +298,8 @@ typedef struct vm_conv_args {
     vm_ring_rows x_ring, y_ring, add_ring;
     uint32_t k, stride, pad_y, pad_x, up, act, relu;
     uint32_t blocked; /* w is in blocks (vm_conv_filter_at), not [phase][out][k][k][in_c] */
-    uint32_t lead;    /* conv_wgmma.cu: taps of a chunk by which a warpgroup is ahead: at most the ring */
+    uint32_t fp8;     /* w is e4m3, in blocks */
+    uint32_t lead;    /* conv_wgmma.cu: taps of a chunk by which a warpgroup is ahead: fewer than the ring has */
     uint32_t x_c, x_rows, held, mirrored; /* of a video; x_rows 0: an image */
     uint64_t y_plane;
     int64_t row_step, column_step, frame_step;
@@ -381,6 +387,8 @@ static inline VM_ANYWHERE size_t vm_conv_filter_at(uint32_t outs, uint32_t in, u
     return block * each * VM_CONV_CHUNK + c % VM_CONV_CHUNK / 8 * each * 8 + vm_conv_filter_column(out % each) * 8 +
            c % 8;
 }
+/* Filters of e4m3 are in the same blocks as pairs of channels, 16 bits: of in / 2 channels. Their scales follow. */
+
 /* Returns: whether filters are stored in blocks on a device with conv_wgmma.cu's kernel: 3x3 ones, which always have a
  * tile of ours. in, outs: padded to multiples of VM_BLOCK. */
 static inline bool vm_conv_is_blocked(size_t k, size_t in, size_t outs) {
@@ -467,6 +475,7 @@ static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a,
     for (uint32_t kind = 0; kind < VM_CONV_ALL_KINDS; kind++) {
         const vm_conv_tile t = vm_conv_tile_at(kind, largest_shared);
         const bool wgmma = kind >= VM_CONV_WGMMA;
+        if (!wgmma && a->fp8) continue;
         if (wgmma && (!a->blocked || t.outs != vm_conv_filters(VM_ROUND_UP(a->y_c, VM_BLOCK)))) continue;
         if (a->x_rows && !vm_conv_of_videos(t)) continue;
         if (t.stride != a->stride || !vm_conv_tile_fits(t) || (in_place && t.outs < a->y_c)) continue;

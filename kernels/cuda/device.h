@@ -308,6 +308,14 @@ VM_DEVICE uint64_t vm_matrix_swizzled(const void *first, uint32_t columns) {
 /* The matrix `bytes` further, a multiple of 16. */
 VM_DEVICE uint64_t vm_matrix_at(uint64_t matrix, uint32_t bytes) { return matrix + (bytes >> 4); }
 
+/* Four numbers of e4m3, the first in the lowest byte. More than 448 becomes 448; NaN stays NaN. */
+VM_DEVICE uint32_t vm_pack_e4m3(const float v[4]) {
+    unsigned short low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[1]), "f"(v[0]));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3]), "f"(v[2]));
+    return low | (uint32_t)high << 16;
+}
+
 /* Keeps the compiler from moving or retyping sums between products, which would stall them. */
 template <int N>
 VM_DEVICE void vm_wgmma_hold(float (&d)[N][4]) {
@@ -409,10 +417,38 @@ VM_DEVICE void vm_wgmma(float (&d)[N][4], uint64_t a, uint64_t b) {
         VM_WGMMA_128("f32.f16.f16");
     else
         VM_WGMMA_128("f32.bf16.bf16");
-#undef VM_WGMMA_D
 #undef VM_WGMMA_D8
 #undef VM_WGMMA_32
 #undef VM_WGMMA_128
+}
+
+/* The same with 64x32 by 32 x 8N numbers of e4m3, b passed transposed: a core matrix of 8 rows has 16 columns. N: 12 or
+ * 16.
+ *
+ * The sums have fewer bits than float32's. As measured on Hopper (DeepSeek-V3's report, 3.5.2; SageAttention2, 3.2),
+ * the products and d are shifted to the largest exponent among them, what lies below its 13th bit of fraction is cut
+ * off, and the sum keeps 13 bits of fraction too. */
+template <int N, bool ADD>
+VM_DEVICE void vm_wgmma_e4m3(float (&d)[N][4], uint64_t a, uint64_t b) {
+    static_assert(N == 12 || N == 16, "96 or 128 columns");
+#define VM_WGMMA_D4(n) VM_WGMMA_D(n), VM_WGMMA_D(n + 1), VM_WGMMA_D(n + 2), VM_WGMMA_D(n + 3)
+#define VM_WGMMA_48                                                                                   \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+    "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, " \
+    "%40, %41, %42, %43, %44, %45, %46, %47"
+    if constexpr (N == 12)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {" VM_WGMMA_48 "}, %48, %49, %50, 1, 1;"
+                     : VM_WGMMA_D4(0), VM_WGMMA_D4(4), VM_WGMMA_D4(8)
+                     : "l"(a), "l"(b), "n"((int)ADD));
+    else
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" VM_WGMMA_48
+                     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+                     "%64, %65, %66, 1, 1;"
+                     : VM_WGMMA_D4(0), VM_WGMMA_D4(4), VM_WGMMA_D4(8), VM_WGMMA_D4(12)
+                     : "l"(a), "l"(b), "n"((int)ADD));
+#undef VM_WGMMA_D
+#undef VM_WGMMA_D4
+#undef VM_WGMMA_48
 }
 #endif
 #endif

@@ -47,7 +47,9 @@ static vm_status find_device(vm_gpu *g, const vm_gpu_options *o) {
                        g->capability < 75 ? "device" : "dtype", o->dtype == VM_BF16 ? "8.0" : "7.5",
                        vm_dtype_name(o->dtype), name, g->capability / 10, g->capability % 10);
     snprintf(g->name, sizeof g->name - sizeof " own", "cuda:%d %s%s", o->device, vm_dtype_name(o->dtype),
-             o->tf32 ? " tf32" : "");
+             o->tf32  ? " tf32"
+             : o->fp8 ? " fp8"
+                      : "");
     return VM_OK;
 }
 
@@ -85,6 +87,15 @@ static vm_status fill(vm_gpu *g, const vm_gpu_options *o) {
     if ((s = vm_gpu_load_kernels(g))) return s;
     if (may_own) g->own_conv = g->wgmma;
     if (g->own_conv) strcat(g->name, " own");
+    if (o->fp8 && (!g->own_conv || !g->wgmma || o->dtype == VM_F32))
+        return vm_fail(
+            VM_EINVAL,
+            VM_EXPECTED("precision",
+                        "highest, or for fp8 a GPU of compute capability 9.0 (H100, H200), dtype bfloat16 "
+                        "or float16, and vaemem's own convolution with the kernels that VAEMEM_DISABLE=wgmma "
+                        "leaves out",
+                        "fp8 with %s"),
+            g->name);
     if ((s = make_streams(g))) return s;
     s = vm_cudnn_convs_new(o->libcudnn, NULL, &g->convs);
     if (s && !g->own_conv) return s;
@@ -127,6 +138,7 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
                               .self = g};
     g->tf32 = o->tf32;
     g->autotune = o->autotune;
+    g->fp8 = o->fp8;
     vm_status s;
     if ((s = (g->d = vm_driver_get(o->libcuda)) ? VM_OK : VM_EDEVICE)) goto done;
     if ((s = find_device(g, o))) goto done;
@@ -168,10 +180,10 @@ static void empty(vm_gpu *g) {
 
 void vm_gpu_close(vm_gpu *g) {
     if (!g) return;
-    char error[512]; /* closing must not change the error */
+    char error[VM_SENTENCE]; /* closing must not change the error */
     snprintf(error, sizeof error, "%s", vm_error());
     empty(g);
     pthread_mutex_destroy(&g->copying);
     free(g);
-    vm_fail(VM_OK, "%s", error);
+    if (strcmp(error, vm_error())) vm_fail(VM_OK, "%s", error);
 }

@@ -50,7 +50,7 @@ typedef struct vm_gpu {
     CUdevice device;
     CUcontext context; /* the device's primary one, shared by the whole process */
     int capability, shared_max, multiprocessors;
-    bool tf32, autotune;
+    bool tf32, autotune, fp8;
     vm_cudnn_convs *convs;
     CUmodule module[VM_KERNELS_COUNT];
     CUfunction kernel[VM_KERNELS_COUNT], gather, scatter, frames_move, turn; /* the last four: of frames.cu */
@@ -60,7 +60,9 @@ typedef struct vm_gpu {
     bool wgmma;    /* the device and its machine code have conv_wgmma.cu's kernels */
     /* Its kernels, for images and for videos, if the device has room for their tiles. */
     CUfunction conv[VM_CONV_ALL_KINDS], conv_video[VM_CONV_ALL_KINDS];
-    char no_cudnn[512]; /* why convs is NULL */
+    CUfunction conv_fp8[VM_CONV_ALL_KINDS]; /* with fp8, conv_wgmma.cu's */
+    size_t fp8_weights;                     /* tensors of e4m3 so far */
+    char no_cudnn[512];                     /* why convs is NULL */
 
     CUstream own, copy, stream; /* stream: of the current run, `own` or the caller's */
     CUevent begun, done;        /* the beginning of the current run, the end of the last one */
@@ -93,6 +95,7 @@ typedef struct vm_gpu_options {
     int device;
     vm_dtype dtype;
     bool tf32, autotune;
+    bool fp8; /* multiplies e4m3 wherever vm_pass.fp8 allows it */
     vm_convolution convolution;
     bool no_wgmma;                  /* the kernels of every device on compute capability 9.0 too */
     const char *libcuda, *libcudnn; /* NULL: search */
@@ -178,6 +181,14 @@ vm_status vm_gpu_run(const vm_backend *b, const vm_pass *pass, const vm_operands
 /* Returns: whether filters of `outs` outputs and `in` inputs, both padded, are stored in blocks (cuda.h). */
 static inline bool vm_gpu_blocked(const vm_gpu *g, size_t ksize, size_t in, size_t outs) {
     return g->wgmma && vm_conv_is_blocked(ksize, in, outs);
+}
+/* Returns: whether such filters are e4m3, in blocks: those of images that vm_pass.fp8 allows. */
+static inline bool vm_gpu_fp8(const vm_gpu *g, bool allowed, size_t ksize, size_t in, size_t outs) {
+    return g->fp8 && allowed && vm_gpu_blocked(g, ksize, in, outs);
+}
+/* Returns: bytes of blocks of e4m3; the scales of `outs` filters follow. */
+static inline size_t vm_gpu_fp8_bytes(size_t outs, size_t in, size_t taps) {
+    return 2 * vm_conv_blocked(1, outs, in / 2, taps);
 }
 /* weights_cuda.c: a file's tensor in the passes' layout, in the GPU's type. */
 size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w);

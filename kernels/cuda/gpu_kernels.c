@@ -50,11 +50,11 @@ static vm_status find_attention(vm_gpu *g) {
     return VM_OK;
 }
 
-static vm_status find_conv(vm_gpu *g, const vm_conv_tile *t, bool video, CUfunction *out) {
+static vm_status find_conv(vm_gpu *g, const vm_conv_tile *t, bool video, bool fp8, CUfunction *out) {
     char name[48];
     const char *const type = suffix[g->backend.dtype], *const end = video ? "_video" : "";
     if (t->kind >= VM_CONV_WGMMA) {
-        snprintf(name, sizeof name, "vm_conv_%s_wgmma_%u%s", type, t->outs, end);
+        snprintf(name, sizeof name, "vm_conv_%s_%s_%u%s", type, fp8 ? "e4m3" : "wgmma", t->outs, end);
         const vm_status s = find_wgmma(g, VM_KERNEL_CONV_WGMMA, name, VM_WGMMA_REGISTERS, out);
         g->wgmma = g->wgmma && *out;
         if (s || !g->wgmma) return s;
@@ -76,8 +76,9 @@ static vm_status find_convs(vm_gpu *g) {
         const vm_conv_tile t = vm_conv_tile_at(kind, (size_t)g->shared_max);
         if (!t.resident) continue; /* it is not chosen either */
         vm_status s;
-        if ((s = find_conv(g, &t, false, &g->conv[kind]))) return s;
-        if (vm_conv_of_videos(t) && (s = find_conv(g, &t, true, &g->conv_video[kind]))) return s;
+        if ((s = find_conv(g, &t, false, false, &g->conv[kind]))) return s;
+        if (vm_conv_of_videos(t) && (s = find_conv(g, &t, true, false, &g->conv_video[kind]))) return s;
+        if (g->fp8 && kind >= VM_CONV_WGMMA && (s = find_conv(g, &t, false, true, &g->conv_fp8[kind]))) return s;
     }
     return VM_OK;
 }

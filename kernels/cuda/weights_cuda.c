@@ -3,6 +3,8 @@
  *   convolution   [out][k][k][in]        out and in padded with zeros to multiples of VM_BLOCK
  *   after nearest 2x  [4][out][2][2][in] one 2x2 filter for each parity of the output's row and column
  *   either            in blocks (vm_conv_filter_at) if vm_gpu_blocked
+ *   e4m3 (vm_gpu_fp8) in blocks of pairs, then [out] floats: each filter's scale, the power of two with which its largest
+ *                     number is more than half of e4m3's largest, 448. So no number is too large
  *   vector        [out] floats, padded likewise
  *   of videos     [out][slice][k][k][in]; without slices for earlier frames, rows and columns are exchanged
  *                 3x3x3 in blocks: the taps are slices and rows, and each column has channels of its own
@@ -27,12 +29,19 @@ static bool blocked(const vm_backend *b, const vm_weight *w) {
     return vm_gpu_blocked(b->self, w->ksize, blocked_in(w), vm_weight_lanes(w));
 }
 
+static bool is_fp8(const vm_backend *b, const vm_weight *w) {
+    const bool allowed = w->fp8 && !w->vector && !w->frames && !w->up;
+    return vm_gpu_fp8(b->self, allowed, w->ksize, vm_padded(w->in), vm_weight_lanes(w));
+}
+
 size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w) {
-    if (w->vector) return vm_weight_lanes(w) * sizeof(float);
+    const size_t lanes = vm_weight_lanes(w);
+    if (w->vector) return lanes * sizeof(float);
+    if (is_fp8(b, w)) return vm_gpu_fp8_bytes(lanes, vm_padded(w->in), 9) + lanes * sizeof(float);
     if (blocked(b, w))
-        return vm_conv_blocked(w->up ? 4 : 1, vm_weight_lanes(w), blocked_in(w), w->up ? 4 : w->ksize * w->ksize) *
+        return vm_conv_blocked(w->up ? 4 : 1, lanes, blocked_in(w), w->up ? 4 : w->ksize * w->ksize) *
                vm_dtype_bytes(b->dtype);
-    return vm_weight_lanes(w) * (w->up ? 16 : w->ksize * w->ksize) * vm_weight_slices(w) * vm_padded(w->in) *
+    return lanes * (w->up ? 16 : w->ksize * w->ksize) * vm_weight_slices(w) * vm_padded(w->in) *
            vm_dtype_bytes(b->dtype);
 }
 
@@ -60,11 +69,42 @@ static float folded(source *from, size_t first, size_t phase, size_t tap) {
     return sum;
 }
 
+/* 3x3 filters of an image. */
+static void pack_fp8(const vm_weight *w, void *out, source *from) {
+    const size_t lanes = vm_weight_lanes(w), in = vm_padded(w->in), each = w->in * 9;
+    uint8_t *const factor = out;
+    float *const scale = (float *)(factor + vm_gpu_fp8_bytes(lanes, in, 9));
+    for (size_t o = 0; o < w->out; o++) {
+        const size_t lane = vm_weight_lane(w, o);
+        float largest = 0;
+        int power = 0;
+        const size_t first = o * each * (w->past + 1);
+        for (size_t i = 0; i < w->in; i++)
+            for (size_t tap = 0; tap < 9; tap++)
+                largest = fmaxf(largest, fabsf(read(from, first + (i * (w->past + 1) + w->past) * 9 + tap)));
+        if (largest > 0 && isfinite(largest)) power = frexpf(largest / 448, &power) > 0.5f ? power : power - 1;
+        power = VM_MAX(power, -100); /* so that 2^power is a normal float */
+        scale[lane] = ldexpf(1, power);
+        for (size_t i = 0; i < w->in; i++)
+            for (size_t tap = 0; tap < 9; tap++) {
+                const float v = read(from, first + (i * (w->past + 1) + w->past) * 9 + tap);
+                const size_t pair = vm_conv_filter_at((uint32_t)lanes, (uint32_t)in / 2, 9, 0, (uint32_t)lane,
+                                                      (uint32_t)tap, (uint32_t)i / 2);
+                factor[2 * pair + i % 2] = vm_to_e4m3(ldexpf(v, -power));
+            }
+    }
+}
+
 vm_status vm_gpu_pack_weight(const vm_backend *b, const vm_weight *w, void *out, vm_dtype dtype, const void *data) {
     source from = {dtype, data, true};
     const vm_dtype kept = w->vector ? VM_F32 : b->dtype;
     bool fits = true;
     memset(out, 0, vm_gpu_weight_bytes(b, w));
+    if (is_fp8(b, w)) {
+        pack_fp8(w, out, &from);
+        ((vm_gpu *)b->self)->fp8_weights++;
+        return from.finite ? VM_OK : vm_fail(VM_EINVAL, VM_EXPECTED("", "finite numbers", "Inf or NaN"));
+    }
     const size_t file_taps = w->ksize * w->ksize, phases = w->up ? 4 : 1, taps = w->up ? 4 : file_taps;
     const size_t in = w->vector ? 1 : vm_padded(w->in), lanes = vm_weight_lanes(w);
     const bool in_blocks = blocked(b, w), turns = w->frames && !w->past && !w->vector;

@@ -19,6 +19,8 @@
 #include <functional>
 #include <type_traits>
 
+#include "cuda.h"
+
 #define __global__
 #define __device__
 #define __host__
@@ -142,6 +144,18 @@ static inline uint32_t vm_spoil(uint32_t seen, uint32_t pair) {
     for (int i = 0; i < 2; i++)
         v[i] = vm_to_float(T{(uint16_t)(pair >> 16 * i)}) * 0 + vm_to_float(T{(uint16_t)(seen >> 16 * i)});
     return vm_pack<T>(v[0], v[1]);
+}
+
+/* e4m3: 4 bits of exponent, 3 of fraction, no infinities; the exponent's bias is put right as for a half. */
+static inline float vm_of_e4m3(uint8_t bits) {
+    const float value =
+        (bits & 0x7f) == 0x7f ? vm_float_of(0x7fc00000) : vm_float_of((uint32_t)(bits & 0x7f) << 20) * 0x1p120f;
+    return bits & 0x80 ? -value : value;
+}
+static inline uint32_t vm_pack_e4m3(const float v[4]) {
+    uint32_t pack = 0;
+    for (int i = 0; i < 4; i++) pack |= (uint32_t)vm_to_e4m3(v[i]) << 8 * i;
+    return pack;
 }
 
 static inline float vm_exp2(float v) { return exp2f(v); }
@@ -352,6 +366,15 @@ static inline void vm_wgmma_wait(VM_PLACE) {
     vm_meet_warpgroup({file, line}, nullptr, [](void *const[128]) { vm_product_finish(N); });
 }
 
+/* Where byte c of row r of a matrix lies that is passed transposed, without swizzling. */
+static inline const uint8_t *vm_matrix_byte(uint64_t matrix, uint32_t r, uint32_t c) {
+    const uint32_t further = (matrix >> 32 & 0x3fff) << 4, columns = (matrix >> 16 & 0x3fff) << 4;
+    const size_t byte = ((matrix & 0x3fff) << 4) + r / 8 * further + r % 8 * 16 + c / 16 * columns + c % 16;
+    const uint8_t *const at = (const uint8_t *)vm_dynamic_shared() + byte;
+    if (matrix >> 62 || !vm_is_shared(at, 1)) vm_fault("wgmma from %p, which is not shared memory", (const void *)at);
+    return at;
+}
+
 /* Number (r, c) of a matrix that is passed transposed, or with `rows` as it is. */
 template <typename T>
 static inline float vm_matrix_number(uint64_t matrix, uint32_t r, uint32_t c, bool rows) {
@@ -408,7 +431,7 @@ static inline void vm_wgmma_now(const void *what) {
         for (int n = 0; n < 8 * N; n++) number(n) = sum[n];
     }
 }
-template <typename T, int N, bool ROWS, bool ADD, int (*place)(int, int)>
+template <void (*now)(const void *)>
 static inline void vm_wgmma_begin_of(float *d, uint64_t a, uint64_t b, vm_place at) {
     vm_wgmma_lent mine = {d, a, b};
     vm_meet_warpgroup(at, &mine, [](void *const lanes[128]) {
@@ -420,7 +443,7 @@ static inline void vm_wgmma_begin_of(float *d, uint64_t a, uint64_t b, vm_place 
             if (l->a != work.a || l->b != work.b) vm_fault("a warpgroup multiplies different matrices");
             work.d[i] = l->d;
         }
-        vm_product_later(vm_wgmma_now<T, N, ROWS, ADD, place>, &work, sizeof work);
+        vm_product_later(now, &work, sizeof work);
     });
 }
 template <int N, int HALF>
@@ -429,12 +452,63 @@ static inline int vm_wgmma_64_place(int m, int n) {
 }
 template <typename T, int N, int HALF>
 static inline void vm_wgmma_64(float (&d)[2][N][4], uint64_t a, uint64_t b, VM_PLACE) {
-    vm_wgmma_begin_of<T, N, false, true, vm_wgmma_64_place<N, HALF>>(&d[0][0][0], a, b, {file, line});
+    vm_wgmma_begin_of<vm_wgmma_now<T, N, false, true, vm_wgmma_64_place<N, HALF>>>(&d[0][0][0], a, b, {file, line});
 }
 static inline int vm_wgmma_place(int m, int n) { return n / 8 * 4 + m / 8 % 2 * 2 + n % 2; }
 template <typename T, int N, bool ROWS, bool ADD>
 static inline void vm_wgmma(float (&d)[N][4], uint64_t a, uint64_t b, VM_PLACE) {
-    vm_wgmma_begin_of<T, N, ROWS, ADD, vm_wgmma_place>(&d[0][0], a, b, {file, line});
+    vm_wgmma_begin_of<vm_wgmma_now<T, N, ROWS, ADD, vm_wgmma_place>>(&d[0][0], a, b, {file, line});
+}
+
+/* e4m3's products with the tensor cores' short sums (vm_wgmma_e4m3 in device.h). quantum: the last place of 13 bits of
+ * fraction at the largest exponent, that of a product being its factors' exponents' sum; everything is cut off there,
+ * toward zero, and so is the sum. Numbers of a GPU that are cut off otherwise differ by at most a quantum each. NaN
+ * makes NaN. */
+template <int N, bool ADD>
+static inline void vm_wgmma_e4m3_now(const void *what) {
+    enum { K = 32, M = 64 };
+    const vm_wgmma_work *const work = (const vm_wgmma_work *)what;
+    typedef float eight __attribute__((vector_size(32))); /* columns */
+    typedef int32_t whole __attribute__((vector_size(32)));
+    const auto floor2 = [](float v) { return vm_float_of(vm_bits_of(v) & 0x7f800000); };
+    float a[M][K], a_floor[M][K];
+    for (uint32_t m = 0; m < M; m++)
+        for (uint32_t k = 0; k < K; k++) {
+            a[m][k] = vm_of_e4m3(*vm_matrix_byte(work->a, m, k));
+            a_floor[m][k] = floor2(a[m][k]);
+        }
+    for (int first = 0; first < 8 * N; first += 8) {
+        eight b[K], b_floor[K];
+        for (uint32_t k = 0; k < K; k++)
+            for (int n = 0; n < 8; n++) {
+                b[k][n] = vm_of_e4m3(*vm_matrix_byte(work->b, (uint32_t)(first + n), k));
+                b_floor[k][n] = floor2(b[k][n]);
+            }
+        for (int m = 0; m < M; m++) {
+            const auto number = [&](int n) -> float & {
+                return work->d[m / 16 * 32 + m % 8 * 4 + n / 2][vm_wgmma_place(m, first + n)];
+            };
+            eight d = {}, largest = {}, exact = {};
+            for (int n = 0; ADD && n < 8; n++) d[n] = number(n), largest[n] = floor2(d[n]);
+            for (uint32_t k = 0; k < K; k++) {
+                const eight size = a_floor[m][k] * b_floor[k];
+                largest = size > largest ? size : largest;
+                exact += a[m][k] * b[k];
+            }
+            largest = largest > 0x1p-100f ? largest : eight{} + 0x1p-100f;
+            const eight quantum = largest * 0x1p-13f, inverse = 0x1p13f / largest;
+            whole sum = __builtin_convertvector(d * inverse, whole);
+            for (uint32_t k = 0; k < K; k++) sum += __builtin_convertvector(a[m][k] * b[k] * inverse, whole);
+            for (int n = 0; n < 8; n++) { /* a sum has at most 20 bits: the float is exact */
+                const float kept = vm_float_of(vm_bits_of((float)sum[n]) & ~0x3ffu) * quantum[n];
+                number(n) = exact[n] + d[n] != exact[n] + d[n] ? NAN : kept;
+            }
+        }
+    }
+}
+template <int N, bool ADD>
+static inline void vm_wgmma_e4m3(float (&d)[N][4], uint64_t a, uint64_t b, VM_PLACE) {
+    vm_wgmma_begin_of<vm_wgmma_e4m3_now<N, ADD>>(&d[0][0], a, b, {file, line});
 }
 
 #endif

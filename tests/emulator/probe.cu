@@ -189,6 +189,29 @@ VM_DEVICE void products(const probe_map_args &args) {
 }
 VM_KERNEL __launch_bounds__(128, 1) vm_probe_products_f16(VM_ARGS probe_map_args a) { products<vm_half>(a); }
 VM_KERNEL __launch_bounds__(128, 1) vm_probe_products_bf16(VM_ARGS probe_map_args a) { products<vm_bfloat16>(a); }
+
+/* out: [64][128] = a b^T of e4m3 with 32 n columns, all in the sums of the tensor cores. In planes of 16 columns: a has
+ * 64 rows, b 128. */
+VM_KERNEL __launch_bounds__(128, 1) vm_probe_products_e4m3(probe_args args) {
+    VM_SHARED(char, shared);
+    const uint32_t first_b = 2 * args.n * 64 * 16, bytes = 3 * first_b;
+    for (uint32_t i = threadIdx.x * 16; i < bytes; i += 128 * 16)
+        vm_store16(shared + i, vm_load16(static_cast<const char *>(args.in) + i));
+    vm_fence_async();
+    __syncthreads();
+    const uint64_t a = vm_matrix(shared, 128, 64 * 16), b = vm_matrix(shared + first_b, 128, 128 * 16);
+    float d[16][4];
+    vm_wgmma_begin();
+    vm_wgmma_e4m3<16, false>(d, a, b);
+    for (uint32_t i = 1; i < args.n; i++)
+        vm_wgmma_e4m3<16, true>(d, vm_matrix_at(a, i * 2 * 64 * 16), vm_matrix_at(b, i * 2 * 128 * 16));
+    vm_wgmma_commit();
+    vm_wgmma_wait<0>();
+    vm_wgmma_hold(d);
+    const uint32_t row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    for (int i = 0; i < 64; i++)
+        static_cast<float *>(args.out)[(row + i % 4 / 2 * 8) * 128 + i / 4 * 8 + column + i % 2] = d[i / 4][i % 4];
+}
 #endif
 
 /* ---- wrong ---- */

@@ -139,7 +139,7 @@ FLAGS: dict[str, FlagSettings] = {
     "batch": _flag("Images in one run."),
     "dtype": _flag(type=_dtype, choices=DTYPES),
     "device": _flag("cpu, cuda or cuda:N."),
-    "precision": _flag("The engine's precision for products of float32 numbers.", choices=PRECISIONS),
+    "precision": _flag("The engine's precision for products. fp8: bfloat16 on a GPU.", choices=PRECISIONS),
     "memory_limit": _flag("A memory limit for the run: '512 MiB', '2 GB' or auto.", metavar="SIZE"),
     "format": _flag("The output format.", default="text", choices=("text", "csv", "json", "markdown")),
     "csv": _flag("Also write the table to this file.", metavar="FILE"),

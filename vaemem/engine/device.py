@@ -51,7 +51,7 @@ def read_disabled() -> None:
     """Disable the instruction sets and GPU kernels that VAEMEM_DISABLE names. Warn of names that are unknown here."""
     global _disabled
     _disabled = os.environ.get(VARIABLE, "")
-    lists = [_core.backends(dtype, precision) for dtype in DTYPES for precision in PRECISIONS]
+    lists = [_core.backends(dtype, precision) for dtype in DTYPES for precision in PRECISIONS[:-1]]  # fp8 is for GPUs
     known = distinct(name for names in lists for name, _ in names if name != "ref")
     named = distinct(filter(None, _disabled.split(",")))
     for name in named:
@@ -79,7 +79,7 @@ def _warn_of_change(stacklevel: int) -> None:
 
 def _gpus(dtype: str, precision: str) -> list[dict[str, Any]]:
     """Return a row of `backends` for each GPU, or one row that says why there is none."""
-    least = 80 if dtype == "bfloat16" or precision != "highest" else 75
+    least = 90 if precision == "fp8" else 80 if dtype == "bfloat16" or precision != "highest" else 75
     row, why = {"name": "cuda", "device": "cuda", "usable": False, "chosen": False}, "CUDA: the driver sees no GPU"
     if _cuda is None:
         build = f"install the wheel of vaemem-cuda {__version__}, or with nvcc run VAEMEM_CUDA=1 pip install ."
@@ -92,8 +92,9 @@ def _gpus(dtype: str, precision: str) -> list[dict[str, Any]]:
     rows = []
     for i, gpu in enumerate(found):
         major, minor = gpu["capability"]
-        usable = major * 10 + minor >= least
-        too_old = f"{gpu['name']} has compute capability {major}.{minor}: expected {least / 10} or later"
+        usable = major * 10 + minor == least if precision == "fp8" else major * 10 + minor >= least
+        later = "" if precision == "fp8" else " or later"
+        too_old = f"{gpu['name']} has compute capability {major}.{minor}: expected {least / 10}{later}"
         about = {"name": gpu["name"], "device": f"cuda:{i}", "usable": usable, "why": "" if usable else too_old}
         rows.append(row | about)
     return rows or [row | {"why": why}]
@@ -123,7 +124,7 @@ def backends(dtype: Dtype = "float32", precision: Precision = "highest") -> list
     _warn_of_change(stacklevel=2)
     dtype, precision = _check_numbers(dtype, precision)
     rows: list[dict[str, Any]] = []
-    for name, usable in _core.backends(dtype, precision):
+    for name, usable in [] if precision == "fp8" else _core.backends(dtype, precision):
         chosen = usable and not any(row["chosen"] for row in rows)
         why = "this processor or its system lacks it, or VAEMEM_DISABLE named it at the import"
         rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": "" if usable else why})
@@ -210,11 +211,13 @@ class Device:
             raise RuntimeError(_gpus(dtype, precision)[0]["why"])
         if convolution == "own" and dtype == "float32":
             raise ArgumentError("convolution", "auto or cudnn with dtype float32", "own")
+        if convolution == "cudnn" and precision == "fp8":
+            raise ArgumentError("convolution", "auto or own with precision fp8", "cudnn")
         self.number, self.dtype, self.precision = number, dtype, precision
         libcuda = os.environ.get("VAEMEM_LIBCUDA")
-        tf32 = precision != "highest"
+        tf32, fp8 = precision in ("high", "medium"), precision == "fp8"
         wgmma = WGMMA not in _disabled.split(",")
-        self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, find_cudnn(), convolution, wgmma)
+        self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, find_cudnn(), convolution, wgmma, fp8)
 
     def held(self, size: int) -> int:
         """Return the bytes that a block of `size` bytes takes from the GPU."""
@@ -294,8 +297,10 @@ def _check_numbers(dtype: Any, precision: Any) -> tuple[DtypeName, Precision]:
     """Return the checked dtype and precision."""
     dtype = meant("dtype", dtype, DTYPES)
     choose("precision", precision, PRECISIONS)
-    if dtype != "float32" and precision != "highest":
-        raise ArgumentError("precision", f"highest with dtype {dtype} (others are float32's)", repr(precision))
+    if dtype != "float32" and precision not in ("highest", "fp8"):
+        raise ArgumentError("precision", f"highest or fp8 with dtype {dtype} (others are float32's)", repr(precision))
+    if dtype == "float32" and precision == "fp8":
+        raise ArgumentError("precision", "highest, high or medium with dtype float32", "'fp8'", "add dtype='bfloat16'")
     return dtype, precision
 
 
@@ -316,6 +321,9 @@ def open_device(
     dtype, precision = _check_numbers(dtype, precision)
     choose("convolution", convolution, CONVOLUTIONS)
     if name == "cpu":
+        if precision == "fp8":
+            wanted = "highest on the CPU (fp8 needs a GPU of compute capability 9.0: H100, H200)"
+            raise ArgumentError("precision", wanted, "'fp8'")
         return None, {"dtype": dtype, "precision": precision}
     gpu = Device(int(number or 0), dtype, precision, autotune, convolution)
     return gpu, {"backend": gpu.backend.capsule}

@@ -40,6 +40,9 @@ class Runner:
     def __init__(self, core: Core, device: Device | None, scale: float = 1.0) -> None:
         self.core, self.device, self.arch, self.factor = core, device, core.arch, latent_factor(core.arch)
         self.dtype, self.precision = core.dtype, (device or core).precision
+        if device and self.precision == "fp8" and not device.backend.fp8_weights:
+            wanted = "highest, or fp8 with a VAE for images whose 3x3 convolutions follow norms"
+            raise ArgumentError("precision", wanted, "fp8 with a VAE that has no such convolution")
         self._scale = scale  # power of two that multiplies activations, so that float16 does not overflow
         self._weights_bytes, self._arena_bytes = core.reserved_bytes, 0
 
@@ -175,11 +178,15 @@ class Model:
             Type of weights and activations; sums and statistics are float32. Arrays in host memory are float32 or bytes
             with every dtype. Weights of another type are rounded; the attribute `rounded` and the VAE's repr say so.
             Weights beyond its range are refused.
-        precision : {"highest", "high", "medium"}
-            How float32 products are computed, as in ``torch.set_float32_matmul_precision``. "highest": in float32.
+        precision : {"highest", "high", "medium", "fp8"}
+            How products are computed. "high" and "medium" are for float32, as in
+            ``torch.set_float32_matmul_precision``. "highest": in the type itself, float32 in float32.
             "high": a CPU with fast bfloat16 products may use three of them, on the leading 16 bits of each factor.
             "medium": it may use one. A GPU may round factors to TF32 (10 bits) with both; it must have compute
             capability 8.0. A CPU without such products always uses "highest".
+            "fp8": for bfloat16 and float16 on a GPU of compute capability 9.0, and for images. The 3x3 convolutions of
+            residual blocks multiply numbers of 8 bits (e4m3); everything else is as with "highest". The results have
+            about ten times the error of bfloat16 (docs/CUDA.md). No GPU has run it.
         autotune : bool
             On a GPU: time cuDNN's engines in the first run of a size, instead of using the first that its heuristics
             suggest.
