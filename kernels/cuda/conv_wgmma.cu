@@ -258,9 +258,10 @@ VM_DEVICE void vm_wgmma_pass(const vm_conv_args &a, const vm_wgmma_barriers &bar
     }
 }
 
-/* Adds the products of a chunk at one tap to d. STEPS: 32 bytes of channels that the chunk has, known to the compiler, as
- * wgmma wants no choice in between. They are under way when this returns; those of e4m3 are done: a half of the pixels
- * after the other, they are summed by themselves and then added, as the tensor cores' sums have few bits. */
+/* Adds the products of a chunk at one tap to d. STEPS: the chunk's channels in units of 32 bytes, known to the compiler
+ * because wgmma allows no branches in between. The products are under way when this function returns. Products of e4m3
+ * are done: one half of the pixels after the other, they are summed by themselves and then added, because the tensor
+ * cores' sums have few bits. */
 template <typename T, typename S, uint32_t STEPS>
 VM_DEVICE void vm_wgmma_tap(float (&d)[2][S::N][4], uint64_t x, uint64_t w) {
     const uint32_t x_step = 2 * VM_WGMMA_PLANE, w_step = 2 * S::PLANE;

@@ -274,9 +274,9 @@ static inline size_t vm_attention_blocks(vm_attention_shape s, size_t n) {
  *
  * add may be y itself. y may be x if k is 1, vm_conv_choose was called with in_place, and both have the same pitch.
  *
- * vm_conv_<dtype>_e4m3_<outs>: f(v) and w are rounded to e4m3, f(v) without `multiply`. The sums of every 128 channels at
- * a tap are of the tensor cores, which keep fewer bits (vm_wgmma_e4m3); all other sums are in float. The sum for y[..][o]
- * is multiplied by w_scale[o] * multiply.
+ * vm_conv_<dtype>_e4m3_<outs>: f(v) and w are rounded to e4m3, f(v) without `multiply`. The tensor cores sum every 128
+ * channels at a tap with fewer bits (vm_wgmma_e4m3); all other sums are in float. The sum for y[..][o] is multiplied by
+ * w_scale[o] * multiply.
  *
  * vm_conv_<dtype>_.._video: a video's 3x3x3 convolution, of x [x_rows][x_h][x_w][x_pitch]. Each row of y is a
  * picture of frames (x_h, y_h) and columns, and filters have the channels of the three rows that they meet: in_c is

@@ -3,8 +3,8 @@
  *   convolution   [out][k][k][in]        out and in padded with zeros to multiples of VM_BLOCK
  *   after nearest 2x  [4][out][2][2][in] one 2x2 filter for each parity of the output's row and column
  *   either            in blocks (vm_conv_filter_at) if vm_gpu_blocked
- *   e4m3 (vm_gpu_fp8) in blocks of pairs, then [out] floats: each filter's scale, the power of two with which its largest
- *                     number is more than half of e4m3's largest, 448. So no number is too large
+ *   e4m3 (vm_gpu_fp8) in blocks of pairs, then [out] floats: a power of two for each filter, which makes the filter's
+ *                     largest number more than half of 448, e4m3's largest, and not more than it
  *   vector        [out] floats, padded likewise
  *   of videos     [out][slice][k][k][in]; without slices for earlier frames, rows and columns are exchanged
  *                 3x3x3 in blocks: the taps are slices and rows, and each column has channels of its own
