@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import struct
 from collections.abc import Iterable
@@ -113,6 +114,11 @@ class Emulator:
         counts = (ctypes.c_size_t * 9)()
         self.driver.emulator_live(counts)
         return tuple(counts)
+
+    def settled(self) -> tuple[int, ...]:
+        """`live`, once nothing is left of earlier tests that only the garbage collector frees."""
+        gc.collect()
+        return self.live()
 
     def calls(self) -> int:
         """Of the driver, by anyone."""

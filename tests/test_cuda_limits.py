@@ -50,7 +50,7 @@ def test_every_limit(name, kind, op):
     every = limits_of(there, *ask)
     limits = [every[0], every[len(every) // 2], there.smallest(*ask)]
     there.trim()
-    others = emulator.live()[0] - there.reserved_bytes
+    others = emulator.settled()[0] - there.reserved_bytes
     for limit in limits:
         there.trim()
         emulator.peak()
@@ -100,7 +100,7 @@ def test_graphs_of_too_many_kernels_are_not_kept():
     there.graphs = True
     run, seen = runner(there, "decode", *size), []
     for limit, graphs in ((None, 1), (there.smallest("decode", *size), 0)):
-        before, launches = emulator.live()[6], emulator.launches()
+        before, launches = emulator.settled()[6], emulator.launches()
         first = run(memory_limit=limit)
         seen.append(emulator.launches() - launches)
         for _ in range(2):

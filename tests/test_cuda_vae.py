@@ -199,7 +199,7 @@ def test_tiles_of_a_picture_that_is_not_finite_are_told_of():
 def test_memory_of_tiles_of_arrays_on_it():
     """What the driver gives is what the estimate says."""
     emulator, tiling = gpu.emulator(), Tiling(32)
-    before = emulator.live()[0]
+    before = emulator.settled()[0]
     there = on_gpu("sd")
     z = gpu.Array(latents(there, 14, 8))
     given = z.values.nbytes
@@ -352,12 +352,12 @@ def test_the_device_has_given_what_we_say(dtype, granularity, monkeypatch):
     """In the card's granularity: weights, arena and, of arrays on the GPU, the result."""
     emulator = gpu.emulator()
     monkeypatch.setenv("VAEMEM_EMULATED_GRANULARITY", str(granularity))
-    before = emulator.live()[0]
+    before = emulator.settled()[0]
     there, name = on_gpu("sd", dtype), dtype.partition(" ")[0]
     z = latents(there, 8, 8).astype(NUMPY[name])
     for given in (z, gpu.Array(z, name)):
         there.trim()
-        others = emulator.live()[0] - there.reserved_bytes
+        others = emulator.settled()[0] - there.reserved_bytes
         emulator.peak()
         result = there.decode(given)
         run, planned = there.last_run, there.estimate("decode", 32, 32, staged=given is z)
@@ -376,7 +376,7 @@ def test_what_is_not_ours_to_plan_is_measured(monkeypatch):
     emulator = gpu.emulator()
     for name, size in (("MODULE", 1 << 20), ("CUDNN", 3 << 18), ("NODE", 1 << 10)):
         monkeypatch.setenv(f"VAEMEM_EMULATED_{name}", str(size))
-    before, *_, modules, _ = emulator.live()
+    before, *_, modules, _ = emulator.settled()
     there = on_gpu("odd")
     there.graphs = True
     z, seen = latents(there, 3, 2), [there.unaccounted_bytes]
@@ -498,7 +498,7 @@ def test_a_limit_is_kept_and_does_not_show(name, dtype, op):
 
 def test_a_limit_is_kept_by_the_driver():
     emulator = gpu.emulator()
-    before = emulator.live()[0]
+    before = emulator.settled()[0]
     there = small_vae("odd", device="cuda")
     z, limit = latents(there, 12, 8), there.smallest("decode", 48, 32)
     emulator.peak()

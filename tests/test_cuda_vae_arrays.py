@@ -261,7 +261,7 @@ def test_a_copy_is_what_random_makes_there(dtype):
 def test_cancelled_and_closed():
     emulator = gpu.emulator()
     small_vae("flux", device="cuda").close()  # opens the driver
-    before = emulator.live()
+    before = emulator.settled()
     cpu, there = pair("flux")
     z, event = latents(cpu, 4, 4), threading.Event()
     event.set()

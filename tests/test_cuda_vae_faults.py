@@ -110,7 +110,7 @@ def test_tiles_when_a_driver_call_fails():
 def test_opening_fails_at_every_call_and_keeps_nothing():
     emulator = gpu.emulator()
     small_vae("odd", device="cuda")
-    before = emulator.live()
+    before = emulator.settled()
     for n in range(1, 10_000):
         with emulator.failing(n) as came:
             opened = None

@@ -93,7 +93,7 @@ def test_the_device_takes_what_is_planned():
     z = gpu.Array(latents(there, 3, 3, 5))
     there.decode(z)
     there.trim()
-    before = emulator.live()[0]
+    before = emulator.settled()[0]
     emulator.peak()
     there.decode(z)
     assert emulator.peak() - before <= there.last_run.reserved_bytes - there.last_run.weights_bytes

@@ -220,7 +220,7 @@ def test_weights_and_calls_with_a_lora():
 def test_pipelines_take_loras_as_diffusers_do():
     diffusers = pytest.importorskip("diffusers")
     for name, pipeline in PIPELINES.items():
-        size = (480, 832) if pipeline.frames else (1024, 1024)
+        size = (512, 832) if pipeline.frames else (1024, 1024)
         if "dummy" in getattr(diffusers, pipeline.class_name).__module__:
             continue  # it needs a package that is not there
         if not hasattr(getattr(diffusers, pipeline.class_name), "load_lora_weights"):

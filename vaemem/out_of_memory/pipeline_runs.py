@@ -80,10 +80,11 @@ def _points(message: OomMessage, name: str, scope: Scope) -> Iterator[tuple[int,
             sizes += itertools.islice(others, _MOST_POINTS)
             yield from ((rank, size, 1) for rank, size in dict.fromkeys(sizes))
         return
-    stride = PIPELINES[name].stride
+    stride, has_few_lengths = PIPELINES[name].stride, PIPELINES[name].frame_factor > 1  # with any, one always fits
     usual = [size for size in VIDEO_SIZES if not (size[0] % stride or size[1] % stride)]  # others are rounded to these
     for rank, size in enumerate(clues.sizes or usual):
-        is_searched = not clues.frames and (is_named or clues.sizes or rank < _SOLVED)
+        is_likely = has_few_lengths and (clues.sizes or rank < _SOLVED)
+        is_searched = not clues.frames and (is_named or is_likely)
         solved = _solve_frames(name, size, gpu, message) if is_searched else []
         solved = [frames for frames in solved if is_named or frames <= _FEW]
         usual_frames = PIPELINES[name].frames

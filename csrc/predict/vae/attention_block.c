@@ -25,15 +25,19 @@ tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name) {
     const path out = at(name, ".to_out.0");
     const path linear[3] = {at(name, ".to_q"), at(name, ".to_k"), at(name, ".to_v")};
     const tensor normed = norm(w, x, at(name, ".group_norm"));
-    /* Linear layers on a transposed input: a batched product, then the bias is added in place. An input of one pixel
-     * counts as dense; its product adds the bias itself. */
+    /* Linear layers on a transposed input: a product, then the bias is added in place. An input of one pixel counts as
+     * dense; its product adds the bias itself. Several images are copied for one product, because the weights could
+     * have gradients (should_fold in LinearAlgebra.cpp). */
     const vm_trace_op product_op = x->h * x->w > 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT;
+    const bool copies = x->n > 1 && x->c > 1 && x->h * x->w > 1;
     const uint64_t rows = VM_PRODUCT64(x->n, x->h, x->w), c = x->c;
     tensor qkv[3];
     for (int i = 0; i < 3; i++) {
         begin(w, linear[i]);
+        const tensor copy = copies ? take_like(w, &normed, linear[i]) : normed;
         qkv[i] = take_like(w, &normed, linear[i]);
         blas(w, product_op, rows, c, c, linear[i]);
+        give_copy(w, &copy, &normed);
         end(w, linear[i]);
     }
     tensor h = vm_walk_attend(w, x, 4, name);
