@@ -528,7 +528,7 @@ def test_environment():
         done = run(VAEMEM_DISABLE=f"{unknown},avx2")
         assert is_about(done.stderr, names=["VAEMEM_DISABLE: ", f"'{unknown}'"]) and "avx2" not in done.stdout
     assert "avx512" not in run(VAEMEM_DISABLE="avx512").stdout
-    kinds = [(dtype, precision) for dtype in DTYPES for precision in PRECISIONS]
+    kinds = [(dtype, precision) for dtype in DTYPES for precision in PRECISIONS[:-1]]
     every = {name for kind in kinds for name, _ in _core.backends(*kind)} - {"ref"}
     done = run(VAEMEM_DISABLE=",".join(every))
     assert done.stdout.startswith("['ref'] ") and "VAEMEM_DISABLE" not in done.stderr
