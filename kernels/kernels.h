@@ -301,7 +301,7 @@ typedef struct vm_pass {
     bool add;    /* add a tensor of y's shape on store */
     bool relu;   /* on store, after the addition */
     bool stats;  /* leave the sums that the next GroupNorm needs */
-    bool fp8;    /* may multiply e4m3 if the user wants it: x is normalised on load, and y is a tensor of ours */
+    bool fp8;    /* may multiply e4m3 on a backend opened for fp8: x is normalised on load, and y is no user's array */
     float in_scale, in_shift;
     float out_scale, out_shift; /* y * out_scale + out_shift on store, for the user's pixels */
     vm_format x_format, y_format;

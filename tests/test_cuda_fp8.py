@@ -150,7 +150,7 @@ CASES = [(tile, k, up, size) for tile in WGMMA for k, up in ((3, False), (1, Fal
 @every_dtype
 @pytest.mark.parametrize("tile,k,up,size", CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_numbers(conv, dtype, tile, k, up, size):
-    """Every filter and size of the image; channels and what is fused take turns."""
+    """Run every filter at every size of the image. Channels and fused operations change from case to case."""
     turn = CASES.index((tile, k, up, size)) * 2 + (dtype == "bf16")
     case = Fp8(
         dtype, *size, [16, 144, 160, 96, 48][turn % 5], outs(tile, [16, 130, 40, 3, 128][turn // 2 % 5]),

@@ -293,7 +293,7 @@ CASES = [(tile, k, up, size) for tile in TILES for k, up in variants(tile) for s
 @every_dtype
 @pytest.mark.parametrize("tile,k,up,size", CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_numbers(conv, dtype, tile, k, up, size):
-    """Every kernel, filter and size; channels and what is fused take turns."""
+    """Run every kernel, filter and size. Channels and fused operations change from case to case."""
     turn = CASES.index((tile, k, up, size)) * 2 + (dtype == "bf16")
     large = size == (17, 33)
     case = Case(

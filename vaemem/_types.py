@@ -8,7 +8,7 @@ Op = Literal["encode", "decode"]
 TiledOp = Literal["encode", "decode", "encode_tiled", "decode_tiled"]  # what PyTorch's runtimes do
 DtypeName = Literal["float32", "float16", "bfloat16"]
 DtypeSpelt = Literal["fp32", "f32", "fp16", "f16", "half", "bf16"]
-# The first three are torch.set_float32_matmul_precision's, of products of float32; GPUs alone have fp8.
+# torch.set_float32_matmul_precision has the first three, for products of float32. Only GPUs have fp8.
 Precision = Literal["highest", "high", "medium", "fp8"]
 Program = Literal["diffusers", "bfl", "comfyui", "a1111", "forge", "invokeai", "a1111-medvram"]
 

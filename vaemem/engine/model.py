@@ -186,7 +186,7 @@ class Model:
             capability 8.0. A CPU without such products always uses "highest".
             "fp8": for bfloat16 and float16 on a GPU of compute capability 9.0, and for images. The 3x3 convolutions of
             residual blocks multiply numbers of 8 bits (e4m3); everything else is as with "highest". The results have
-            about ten times the error of bfloat16 (docs/CUDA.md). No GPU has run it.
+            about nine times the error of bfloat16 (docs/CUDA.md). No GPU has run it.
         autotune : bool
             On a GPU: time cuDNN's engines in the first run of a size, instead of using the first that its heuristics
             suggest.

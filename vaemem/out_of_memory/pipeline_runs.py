@@ -80,7 +80,8 @@ def _points(message: OomMessage, name: str, scope: Scope) -> Iterator[tuple[int,
             sizes += itertools.islice(others, _MOST_POINTS)
             yield from ((rank, size, 1) for rank, size in dict.fromkeys(sizes))
         return
-    stride, has_few_lengths = PIPELINES[name].stride, PIPELINES[name].frame_factor > 1  # with any, one always fits
+    stride = PIPELINES[name].stride
+    has_few_lengths = PIPELINES[name].frame_factor > 1  # if all lengths are possible, one fits every message
     usual = [size for size in VIDEO_SIZES if not (size[0] % stride or size[1] % stride)]  # others are rounded to these
     for rank, size in enumerate(clues.sizes or usual):
         is_likely = has_few_lengths and (clues.sizes or rank < _SOLVED)

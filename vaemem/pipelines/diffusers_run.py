@@ -177,7 +177,7 @@ class PipelineRun:
         if is_vae(component):
             run = self._encode if method == "encode" else self._decode
             outputs = run(given, **sizes)
-            self.process.release(outputs[kept:])  # the rest of a posterior of which the pipeline keeps the mean
+            self.process.release(outputs[kept:])  # a pipeline may keep a posterior's mean alone
             return self._keep(outputs[:kept], kept)
         if role.startswith("text_encoder") and component.rpartition("/")[2] in CLIPS:
             calls, section = -(-sizes["t"] // CLIP_TOKENS), sizes | {"t": min(sizes["t"], CLIP_TOKENS)}
