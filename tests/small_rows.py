@@ -13,7 +13,8 @@ from vaemem.pytorch.loading import known_components, make_component
 
 LAYERS = 6
 # The code of these picks layers of a component by number.
-DEEP = ("krea2", "krea2-turbo", "flux3-klein", "flux3-klein-base", "ltx2.3", "ltx2.5", "minimax-h3")
+DEEP = ("krea2", "krea2-turbo", "flux3-klein", "flux3-klein-base", "minimax-h3")
+PICKS = "spatio_temporal_guidance_blocks"  # an argument of LTX-2's call: layers by number
 HEADS = re.compile(r".*_heads|multi_query_group_num")
 WIDTHS = re.compile(
     rf"{HEADS.pattern}|(?!.*(head_dim|rope|freq|z_dim|motion))(.*(hidden|intermediate)_size|d_model|d_ff|.*_dim(_t5|_out)?"
@@ -63,6 +64,10 @@ def shallow(told):
         told["vace_layers"] = [n for n in told["vace_layers"] if n < LAYERS]
     if "inject_face_latents_blocks" in told:
         told["inject_face_latents_blocks"] = LAYERS // 2
+    if "text_proj_in_factor" in told:  # the text encoder's layers, and its input
+        told["text_proj_in_factor"] = LAYERS + 1
+    if told.get("per_layer_config"):
+        told["per_layer_config"] = {n: one for n, one in told["per_layer_config"].items() if int(n) < LAYERS}
     if told.get("layer_types"):
         told["layer_types"] = told["layer_types"][:LAYERS]
     return changed(lambda n: min(n, LAYERS), DEPTHS, told)
@@ -80,4 +85,5 @@ def small_row(name, row):
         if not kinds[0].endswith("AutoencoderKLWan"):
             told = changed(lambda n: max(1, n // divisor), WIDTHS, told)
             parts[role] = [*kinds, told if name in DEEP else shallow(told)]
-    return row | {"components": row["components"] | parts}
+    call = row["call"] | ({PICKS: [LAYERS // 2]} if row["class"].startswith("LTX2") else {})
+    return row | {"components": row["components"] | parts, "call": call}
