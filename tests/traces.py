@@ -3,13 +3,14 @@
 OPS = "encode", "decode", "picture"  # the last encodes a picture: (N, H, W, C) in memory
 
 
-def empty_image(batch, channels, height, width, dtype, picture):
-    """An image on "meta", with a picture's strides or contiguous."""
+def empty_image(batch, channels, height, width, dtype, picture, *frames):
+    """An image or a video on "meta", with a picture's strides or contiguous."""
     import torch
 
+    like = {"dtype": dtype, "device": "meta"}
     if picture:
-        return torch.empty(batch, height, width, channels, dtype=dtype, device="meta").permute(0, 3, 1, 2)
-    return torch.empty(batch, channels, height, width, dtype=dtype, device="meta")
+        return torch.empty(batch, *frames, height, width, channels, **like).movedim(-1, 1)
+    return torch.empty(batch, channels, *frames, height, width, **like)
 
 
 def lifetimes(steps):

@@ -258,8 +258,8 @@ class ComfyUIRun(PipelineRun):
         process.count(flops=times * trace.flops, sent=times * sum(one.bytes for one in passing))
         return [left[id_] for id_ in sorted(left)]
 
-    def _encode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
-        """Play VAEEncode. given: the picture on the card, which the trace has, too."""
+    def _encode(self, given: int, picture: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
+        """Play VAEEncode. given: the picture on the card, which the trace has, too, with its strides."""
         part, process = self.parts["vae"], self.process
         self.free(given)
         self._returned = given

@@ -173,10 +173,10 @@ class PipelineRun:
         wanted = ("n", "f", "h", "w") if is_vae(component) else recorded_modules.load_program(component).variables
         if missing := [name for name in wanted if name not in sizes]:
             raise ArgumentError("text", f"{', '.join(wanted)} in a call of {role}", f"a line without {missing[0]}")
-        sizes = {name: sizes[name] for name in wanted}
+        picture, sizes = sizes.get("picture", 0), {name: sizes[name] for name in wanted}
         if is_vae(component):
-            run = self._encode if method == "encode" else self._decode
-            outputs = run(given, **sizes)
+            is_decode = method == "decode"
+            outputs = self._decode(given, **sizes) if is_decode else self._encode(given, picture, **sizes)
             self.process.release(outputs[kept:])  # a pipeline may keep a posterior's mean alone
             return self._keep(outputs[:kept], kept)
         if role.startswith("text_encoder") and component.rpartition("/")[2] in CLIPS:
@@ -239,15 +239,15 @@ class PipelineRun:
     def _is_partly_upcast(self) -> bool:
         return self.process.diffusers_release <= LAST_PARTLY_UPCAST
 
-    def _encode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
-        """Play ``vae.encode(image)``."""
+    def _encode(self, given: int, picture: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
+        """Play ``vae.encode(image)``. picture: whether the image has a picture's strides"""
         vae, dtype = self._vae(), self.request.pipeline.vae_dtype or self.request.dtype
         if self.request.pipeline.inputs > 1 and vae.dtype != dtype:
             advice = "the pipeline gives its VAE an image of this type"
             raise ArgumentError("components['vae']", dtype, vae.dtype, advice)
         images = self.request.batch if self.request.first else n  # all that the call before made
-        is_picture, frames = f == 1, [f] * (f > 1)
-        image = Tensor(self.process, "image", (images, 3, *frames, h, w), vae.dtype, [given], picture=is_picture)
+        shape = images, 3, *([f] * (f > 1)), h, w
+        image = Tensor(self.process, "image", shape, vae.dtype, [given], picture=bool(picture))
         self._count_vae("encode", images, (f - 1) // 4 + 1, h, w)
         return self._call_vae(self.process.encode, vae, image).storages or ()
 

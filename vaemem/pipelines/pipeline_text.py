@@ -10,6 +10,8 @@ arguments, and, after a bar, a name:
     free 0 | embeds                 free the oldest tensor of this name; 1 is the next one, and -1 is the newest
     free 0 3 | embeds               do so three times
     call unet forward n=2 n | 1     call a component's method with these sizes. One output stays; its name is the role
+    call vae encode n=1; f=1; h=8 h; w=8 w; picture=1 | 4
+                                    the image has a picture's strides, those of (N, H, W, C)
     enter vae decode                prepare a component for a method of its own, which calls its children
     repeat 1 n                      repeat the lines up to "done" for each image, step or clip. Repeats do not nest
     convert vae float32             convert a component's weights to a type

@@ -46,7 +46,7 @@ from vaemem.pytorch.module_writer import (
 )
 from vaemem.pytorch.recorder import NEGLIGIBLE, Recording, leaves_of
 from vaemem.pytorch.recording import record_by
-from vaemem.pytorch.text_recorder import ComponentCall, RecordedCall, record_calls, tensors_in
+from vaemem.pytorch.text_recorder import PICTURE, ComponentCall, RecordedCall, record_calls, tensors_in
 from vaemem.pytorch.text_writer import Values, check_text, count_before_change, equations_of, write_text
 
 # n images, latents h x w with sides that are multiples of 4, f frames of them, t words of the prompt, s steps.
@@ -357,7 +357,8 @@ def _find_types(modules: Mapping[str, torch.nn.Module], used: Collection[str], m
 
 
 def _config_of(module: Any) -> dict[str, Any]:
-    return {"_class_name": type(module).__name__, **module.config}
+    given = {name: value for name, value in module.config.items() if not name.startswith("_")}
+    return {"_class_name": type(module).__name__, **given}
 
 
 def _is_walked(module: torch.nn.Module, calls: Sequence[ComponentCall]) -> bool:
@@ -394,10 +395,12 @@ class _Recorded(NamedTuple):
 
     def variables(self, role: str, label: str, shapes: Any, at: Values) -> dict[str, int]:
         """Return a component's variables: those of the text, with the images of the call; or the sides of what a VAE
-        gets. A child of a component gets videos of its own length; a text encoder's t is the length of its prompt."""
+        gets, and whether that has a picture's strides. A child of a component gets videos of its own length; a text
+        encoder's t is the length of its prompt."""
         if role in self.vaes:
             ((_, (n, _, *frames, h, w)), *_) = shapes
-            return {"n": n, "f": frames[0] if frames else 1, "h": h, "w": w}
+            is_picture = label.startswith("encode") and PICTURE in dict(shapes)
+            return {"n": n, "f": frames[0] if frames else 1, "h": h, "w": w} | ({"picture": 1} if is_picture else {})
         n = shapes[0][1][0] if (role, label) in self.batched else at["n"]
         times = dict(shapes).get("timestep", ())
         found = {name: at[name] for name in "hwfaptg"}

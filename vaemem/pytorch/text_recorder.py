@@ -30,6 +30,7 @@ from vaemem.pytorch.equal_layers import calling_layers, is_plain
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
 from vaemem.pytorch.recorder import leaves_of, map_leaves
 
+PICTURE = "[picture]"
 _INNER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, contextlib, sys.modules["vaemem"]))
 _STATEFUL = "scheduler", "guider"  # endings of roles whose components keep something after a call
 _MUCH = 1 << 20  # bytes that a component keeps, or gets from the host
@@ -52,9 +53,11 @@ class Event(NamedTuple):
 
 
 def shapes_of(given: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return the shapes of a call's tensors, by the parameter's name; of a list, its first tensor's."""
-    first = {name: leaves_of(x)[:1] for name, x in given.items()}
-    return tuple((name, tuple(x.shape)) for name, found in first.items() for x in found if isinstance(x, torch.Tensor))
+    """Return the shapes of a call's tensors, by the parameter's name; of a list, its first tensor's. `PICTURE` follows
+    if a tensor has a picture's strides, those of (N, H, W, C)."""
+    first = {name: x for name, one in given.items() for x in leaves_of(one)[:1] if isinstance(x, torch.Tensor)}
+    is_picture = any(x.dim() > 3 and x.shape[1] > 1 and x.stride(1) == 1 for x in first.values())
+    return (*((name, tuple(x.shape)) for name, x in first.items()), *[(PICTURE, ())] * is_picture)
 
 
 class _Queues:

@@ -78,7 +78,7 @@ static tensor convolve(walk *w, uint64_t times, const tensor *x, const tensor *b
     tensor copy = *x; /* of the input, or of the filters */
     if (before->h) copy = take(w, x->n, x->c, before->h + x->h, x->w, CONTIGUOUS, at(name, " [cat]"));
     const tensor joined = copy;
-    const bool nhwc = x->layout == CHANNELS_LAST;
+    const bool nhwc = x->layout == CHANNELS_LAST && (!before->h || before->layout == CHANNELS_LAST);
     const layout layout = depth == 1 || nhwc ? x->layout : CONTIGUOUS; /* without zeros it is a clone */
     if (pads) copy = take(w, x->n, VM_PRODUCT64(x->c, all), h, wide, layout, at(name, " [pad]"));
     if (before->h) give(w, &joined);
@@ -281,11 +281,15 @@ static tensor halve_frames(walk *w, frame *f, const tensor *x, path name) {
     last.h /= f->times;
     const uint64_t all = f->times + 1;
     const tensor recent = take_like(w, &last, at(name, " [cache]"));
-    const tensor joined = take(w, x->n, x->c, all * last.h, x->w, CONTIGUOUS, at(name, " [cat]"));
+    const bool nhwc = x->layout == CHANNELS_LAST && before.layout == CHANNELS_LAST;
+    const layout layout = nhwc ? CHANNELS_LAST : CONTIGUOUS;
+    const tensor joined = take(w, x->n, x->c, all * last.h, x->w, layout, at(name, " [cat]"));
     begin(w, name);
     const tensor copy = take_like(w, &joined, at(name, " [pad]")); /* of no rows: a clone */
     f->times /= 2;
-    const tensor y = take(w, x->n, x->c, f->times * last.h, x->w, CONTIGUOUS, name);
+    const tensor y = take(w, x->n, x->c, f->times * last.h, x->w, layout, name);
+    tensor filter = none;
+    if (nhwc) filter = take(w, x->c, x->c * 3, 1, 1, CONTIGUOUS, at(name, " [filter]"));
     const int64_t shape[4] = {(int64_t)x->n, (int64_t)x->c, (int64_t)last.h, (int64_t)last.w};
     vm_conv question = vm_conv_square(w->dtype, shape, (int64_t)x->c, 1, 1, 0);
     question.tf32 = true;
@@ -293,7 +297,9 @@ static tensor halve_frames(walk *w, frame *f, const tensor *x, path name) {
     question.size[0] = (int64_t)all;
     question.filter[0] = 3;
     question.stride[0] = 2;
+    question.nhwc = nhwc;
     if (!w->status) w->status = vm_trace_conv(w->t, &question, at(name, " [workspace]").text);
+    if (nhwc) give(w, &filter);
     give(w, &copy);
     end(w, name);
     give(w, &joined);
@@ -302,12 +308,12 @@ static tensor halve_frames(walk *w, frame *f, const tensor *x, path name) {
     return y;
 }
 
-/* The frames of x as images: of one video a view, otherwise a copy. */
+/* The frames of x as images: of one video, or with a picture's strides, a view; otherwise a copy. */
 static tensor as_images(walk *w, const frame *f, const tensor *x, path name) {
     tensor images = *x;
-    if (x->n > 1)
+    if (x->n > 1 && x->layout != CHANNELS_LAST)
         images = take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, at(name, " [images]"));
-    else
+    else if (x->layout != CHANNELS_LAST)
         images.layout = BY_FRAME;
     images.n *= f->times;
     images.h /= f->times;
@@ -325,12 +331,12 @@ static tensor downsample(walk *w, frame *f, const tensor *x, path name) {
         return y;
     }
     tensor images = as_images(w, f, x, name), padded = images;
-    padded.layout = CONTIGUOUS; /* as zeros make it */
+    if (images.layout == BY_FRAME) padded.layout = CONTIGUOUS; /* as zeros make it */
     tensor y = vm_walk_downsample(w, &padded, own);
     give_copy(w, &images, x);
     y.n = x->n;
     y.h *= f->times;
-    y.layout = BY_FRAME;
+    if (y.layout != CHANNELS_LAST) y.layout = BY_FRAME;
     return y;
 }
 
