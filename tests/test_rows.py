@@ -100,7 +100,7 @@ from vaemem.pytorch.equal_layers import calling_layers
 from vaemem.pytorch.fitting import PolynomialFit, products
 from vaemem.pytorch.loading import WORD, _tokenizer, build_row, make_picture, make_pictures
 from vaemem.pytorch.module_writer import ModuleCall, ScriptRecorder, Writer, settle, weights_text
-from vaemem.pytorch.pipeline_files import find_drift, record_row
+from vaemem.pytorch.pipeline_files import _lengthened, find_drift, record_row
 from vaemem.pytorch.recorder import Recorder, Recording
 from vaemem.pytorch.recording import record_by
 
@@ -158,6 +158,14 @@ def test_drift_tells_which_component_differs(recorded):
     text = contents["text"].replace("denoise", "", 1).replace("take 4", "take 8", 1)
     *of_text, of_encoder = find_drift(changed, contents | {"text": text})
     assert of_text and of_encoder.startswith("text_encoder: expected the recorded weights")
+
+
+def test_as_many_steps_are_recorded_before_a_change_of_denoiser_as_after_it():
+    """The change follows one third of the steps, two thirds, or all; with up to three steps it lies where it lies."""
+    one, two = ([-(-thirds * number // 3) for number in range(1, 16)] for thirds in (1, 2))
+    assert [_lengthened(steps, one) for steps in (1, 3, 4, 5)] == [1, 3, 10, 13]
+    assert [_lengthened(steps, two) for steps in (3, 4, 5)] == [3, 12, 15]
+    assert _lengthened(5, []) == _lengthened(5, [*range(1, 16)]) == 5
 
 
 def test_a_tokenizer_counts_instructions_and_pictures():
