@@ -1,4 +1,4 @@
-"""A contest on a GPU: one case, several who run it in turns, one row for each. decode_gpu.py says what is measured."""
+"""Several programs run the same VAE on a GPU in turns, and each gets a row. decode_gpu.py says what is measured."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Check whether `Prediction.upper` and `band` hold for a cuDNN or a card without a recording. Each recorded profile is
 left out in turn, and its answers are compared with the bound that is made without it.
 
-A version is left out on every card. A card is left out in every version in which another card of its compute capability
-was recorded. Every other capability has one profile for all of its cards. Both are tried for each (card, version),
-model, operation, dtype and size, in a cold and in a warmed process.
+There are two trials. One leaves out a version on every card. The other leaves out one card, in each version that was
+recorded on another card of the same compute capability. Both trials take each (card, version), model, operation, dtype
+and size, in a cold and in a warmed process.
 
     python benchmarks/left_out.py [--csv FILE]
 """

@@ -1,9 +1,9 @@
 """diffusers' AutoencoderKL: its own class, or the same in plain PyTorch if diffusers cannot be imported.
 
 Modules, their names and their order are those of diffusers 0.42, so state dicts fit as they are. The operators that run
-are the same in the same order, and every tensor lives as long as there: a local name below stands for one that holds a
-tensor in diffusers, and what looks superfluous (a division by one, a name not used again) takes the memory that it
-takes there. tests/test_benchmarks_gpu.py compares both, numbers and lifetimes.
+are the same in the same order, and every tensor lives as long as there: each local name below is one of diffusers'. A
+division by one, or a name that is not used again, looks superfluous, but takes memory in diffusers too.
+tests/test_benchmarks_gpu.py compares numbers and lifetimes of both.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The seed table and the runs in benchmarks/results come first, then the rows that
 sheet is a CSV that somebody typed while reading, with these columns: source, program, versions, model, op, phase,
 height, width, batch, frames, tokens, steps, dtype, components, card, offload, tile, metric, value_mib, doubtful, note,
 license. Its words are free. Here each becomes one of vocabulary.py's, as words.csv says; a line whose words are unknown
-is refused. A value without a public source goes, and so does one that another line has.
+is refused. A value without a public source is left out, and so is a value that another line has.
 """
 
 from __future__ import annotations

@@ -28,6 +28,10 @@ class Finding(NamedTuple):
     how: str = ""
 
 
+def judged(holds: bool, how: str, found: str) -> Finding:
+    return Finding(HOLDS if holds else FAILS, found, how)
+
+
 class Claim(NamedTuple):
     """A statement with its figures, and how to check it.
 
@@ -109,7 +113,7 @@ def judge_report() -> str:
 _ALIKE = 0.05
 
 
-def _judged(found: str, is_stated: bool, is_alike: bool = True) -> Finding:
+def _judge_rows(found: str, is_stated: bool, is_alike: bool = True) -> Finding:
     """Give the verdict. is_stated: the rows give the figure. is_alike: each kind of row gives it alone."""
     return Finding((HOLDS if is_alike else MIXED) if is_stated else FAILS, found)
 
@@ -129,14 +133,14 @@ def _mean_ratio(stated: float, names: tuple[str, ...], rows: Rows) -> Finding:
         kinds["whole"] = statistics.mean(map(ratio, rows.of(whole_image=True)))
         found += f"; {len(tiled)} of the rows ran in tiles (mean {kinds['tiled']:.2f}, the others {kinds['whole']:.2f})"
     is_alike = all(abs(value / mean - 1) <= _ALIKE for value in kinds.values())
-    return _judged(found, f"{mean:.2f}" == f"{stated:.2f}", is_alike)
+    return _judge_rows(found, f"{mean:.2f}" == f"{stated:.2f}", is_alike)
 
 
 def _reserves_between(low: float, high: float, rows: Rows) -> Finding:
     ratios = [ratio(row) for row in rows.of()]
     inside = sum(low <= value <= high for value in ratios)
     found = f"mean {statistics.mean(ratios):.2f}, {span(ratios)}; {inside} of {len(ratios)} rows lie in"
-    return _judged(f"{found} {low:g} to {high:g}", inside == len(ratios))
+    return _judge_rows(f"{found} {low:g} to {high:g}", inside == len(ratios))
 
 
 def _scaling(stated_pixels: float, stated: float, rows: Rows) -> Finding:
@@ -150,7 +154,7 @@ def _scaling(stated_pixels: float, stated: float, rows: Rows) -> Finding:
     if not is_alike:
         mixed = f"{stated:g} is {case(last)} over {case(first)}" if is_stated else f"{whole:.1f} from first to last row"
         found += f"; {mixed}"
-    return _judged(found, is_stated, is_alike)
+    return _judge_rows(found, is_stated, is_alike)
 
 
 def _middle(share: float, stated: float, rows: Rows) -> Finding:
@@ -166,7 +170,9 @@ def _middle(share: float, stated: float, rows: Rows) -> Finding:
     once = {(row["model"], row["height"], row["width"], row["dtype"]): row for row in mine}
     if len(once) != len(mine):
         found += f"; {middle(once.values()):.0f} of {len(once)} when each model, size and dtype counts once"
-    return _judged(found, round(value) == stated, all(abs(middle(some) / value - 1) <= _ALIKE for _, some in widths))
+    return _judge_rows(
+        found, round(value) == stated, all(abs(middle(some) / value - 1) <= _ALIKE for _, some in widths)
+    )
 
 
 def _covers(stated: float, rows: Rows) -> Finding:
@@ -178,7 +184,9 @@ def _covers(stated: float, rows: Rows) -> Finding:
         named = ", ".join(f"{case(row)} needs {constant(row):.0f}" for row in short[:3])
         found += f"too little for {len(short)}: {named}{', ...' if len(short) > 3 else ''}; "
     over = min(mine, key=constant)
-    return _judged(f"{found}asks up to {100 * (stated / constant(over) - 1):.0f}% too much ({case(over)})", not short)
+    return _judge_rows(
+        f"{found}asks up to {100 * (stated / constant(over) - 1):.0f}% too much ({case(over)})", not short
+    )
 
 
 def _uses_more(model: str, other: str, stated: float, rows: Rows) -> Finding:
@@ -189,7 +197,7 @@ def _uses_more(model: str, other: str, stated: float, rows: Rows) -> Finding:
     found = ", ".join(f"{d:+.1f}% in {b['dtype']}{of}" for d, (_, b), of in zip(more, at, groups, strict=True))
     allocated = max(abs(b["allocated_bytes"] / a["allocated_bytes"] - 1) for a, b in at)
     found += f"; allocated differs by {100 * allocated:.1f}%"
-    return _judged(found, round(more[0]) == stated, all(round(d) == stated for d in more))
+    return _judge_rows(found, round(more[0]) == stated, all(round(d) == stated for d in more))
 
 
 def _models_apart(rows: Rows) -> Finding:
@@ -206,7 +214,7 @@ def _models_apart(rows: Rows) -> Finding:
         f"largest constants differ by up to {100 * apart(1):.0f}% between models of one dtype, "
         f"by up to {100 * apart(0):.0f}% between dtypes of one model"
     )
-    return _judged(found, apart(1) > apart(0))
+    return _judge_rows(found, apart(1) > apart(0))
 
 
 def _encode_needs(rows: Rows) -> Finding:
@@ -240,7 +248,7 @@ def _model_size(model: str, stated_mib: float, rows: Rows) -> Finding:
     sizes = {e: mib(count * e) for e in sorted({ELEMENT_BYTES[row["dtype"]] for row in rows.of()})}
     found = f"{count:,} parameters: " + ", ".join(f"{size} MiB at {e} bytes each" for e, size in sizes.items())
     same = [size == f"{stated_mib:.2f}" for size in sizes.values()]
-    return _judged(found, any(same), all(same))
+    return _judge_rows(found, any(same), all(same))
 
 
 # ---- the published benchmark report ----

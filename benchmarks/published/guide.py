@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from published.claims import FAILS, HOLDS, UNKNOWN, Checked, Claim, Finding
+from published.claims import HOLDS, UNKNOWN, Checked, Claim, Finding, judged
 from vaemem import _core
 from vaemem._common import MIB, distinct, shipped
 from vaemem._handmade import handmade, picture
@@ -61,10 +61,6 @@ def judge_guide() -> str:
     return judge_claims().text(f"Unless a claim says otherwise: {MODEL}'s decode in {DTYPE} by diffusers on {card}.")
 
 
-def _judged(holds: bool, how: str, found: str) -> Finding:
-    return Finding(HOLDS if holds else FAILS, found, how)
-
-
 @functools.cache
 def _predicted(op: TiledOp = "decode_tiled", side: int = _SIDE, model: str = MODEL, **asked: Any) -> Prediction:
     return predict(model, op, side, side, **{"dtype": DTYPE, "gpu": CARD, **asked})
@@ -92,14 +88,14 @@ def _architecture() -> Finding:
     gpu = find_gpu(CARD)
     name, generation = ARCHITECTURES[gpu.capability]
     found = f"compute capability {gpu.capability} is {name}, whose tensor cores are of generation {generation}"
-    return _judged((name, generation) == ("Ada Lovelace", 4), COUNTED, found)
+    return judged((name, generation) == ("Ada Lovelace", 4), COUNTED, found)
 
 
 def _memory_speed() -> Finding:
     own, stated = _bandwidth(find_gpu(CARD)), 504
     alike = [name for name in gpu_names() if round(_bandwidth(find_gpu(name))) == stated]
     named = ", ".join(name.removeprefix("NVIDIA GeForce ") for name in alike)
-    return _judged(round(own) == stated, COUNTED, f"{own:.0f} GB/s; {stated} are those of {named}")
+    return judged(round(own) == stated, COUNTED, f"{own:.0f} GB/s; {stated} are those of {named}")
 
 
 def _tensor_rates() -> Finding:
@@ -109,7 +105,7 @@ def _tensor_rates() -> Finding:
         f" Sums in half precision and half of all weights zero would each double it, to {4 * half:.0f}: 660 is what"
         f" that makes of an RTX 4090 ({4 * other:.0f})"
     )
-    return _judged(4 * half >= 660, COUNTED, found)
+    return judged(4 * half >= 660, COUNTED, found)
 
 
 def _int8_rate() -> Finding:
@@ -119,7 +115,7 @@ def _int8_rate() -> Finding:
         f" all weights at zero: {own:.0f} TOPS. {stated} is what that makes of an RTX 4090 ({other:.0f}). PyTorch runs"
         " no convolution of these VAEs in INT8"
     )
-    return _judged(own >= stated, COUNTED, found)
+    return judged(own >= stated, COUNTED, found)
 
 
 def _tf32_speed() -> Finding:
@@ -134,7 +130,7 @@ def _tf32_speed() -> Finding:
         f"TF32's peak is {gain(CARD):.1f} times float32's on this card, {gain('A100 80GB'):.1f} times on an A100. For"
         f" convolutions PyTorch has it on by default, and in {DTYPE} there is nothing that it changes"
     )
-    return _judged(gain(CARD) >= 8, COUNTED, found)
+    return judged(gain(CARD) >= 8, COUNTED, found)
 
 
 def _tf32_support() -> Finding:
@@ -144,7 +140,7 @@ def _tf32_support() -> Finding:
         f"compute capability {find_gpu(CARD).capability} has it. It takes memory: a decode of 1024x1024 in float32"
         f" {_sizes(on)} with it, {_sizes(off)} without; in {DTYPE} {'the same' if same else 'not the same'} either way"
     )
-    return _judged(find_gpu(CARD).sm >= 80, PREDICTED, found)
+    return judged(find_gpu(CARD).sm >= 80, PREDICTED, found)
 
 
 def _benchmark() -> Finding:
@@ -170,7 +166,7 @@ def _contiguous() -> Finding:
         " tiles' slices and of what the attention leaves; all else is contiguous already, where .contiguous() does"
         f" nothing. Time: {_PARTS} contiguous"
     )
-    return _judged(copied > 0.05 * taken, COUNTED, found)
+    return judged(copied > 0.05 * taken, COUNTED, found)
 
 
 def _in_place() -> Finding:
@@ -185,7 +181,7 @@ def _in_place() -> Finding:
         f" element get lower. Without these steps the peaks of {len(gains)} runs are {100 * max(gains):.1f}% lower at"
         f" most, for they lie at convolutions ({p.peak_tensors[0].name}, {p.peak_tensors[0].bytes / MIB:.0f} MiB)"
     )
-    return _judged(max(gains) >= 0.1, COUNTED, found)
+    return judged(max(gains) >= 0.1, COUNTED, found)
 
 
 def _channels_last() -> Finding:
@@ -195,7 +191,7 @@ def _channels_last() -> Finding:
         f"a decode of 1024x1024 {_sizes(usual)}, in channels_last it {_sizes(last)}. Its time, as a share of the usual"
         f" layout's: {_ratios(times)}"
     )
-    return _judged(max(times.values()) < 1, f"{MEASURED}; {PREDICTED}", found)
+    return judged(max(times.values()) < 1, f"{MEASURED}; {PREDICTED}", found)
 
 
 def _flash() -> Finding:
@@ -203,7 +199,7 @@ def _flash() -> Finding:
     call = (DTYPE, heads, heads, heads, None, False, False)
     chosen = _core.Trace.choose_kernel(call, find_gpu(CARD).sm, 0, ("flash", "efficient", "math"))
     found = f"of flash, efficient and math PyTorch takes {chosen} for one head of 512 channels, the VAEs' middle block"
-    return _judged(chosen == "flash", COUNTED, found)
+    return judged(chosen == "flash", COUNTED, found)
 
 
 # ---- transfers and blending ----
@@ -230,7 +226,7 @@ def _preallocated() -> Finding:
         f" {held / MIB:.0f} MiB to the peak, a result beside them from the start would have {result / MIB:.0f}. What"
         f" PyTorch's allocator caches it gives again without asking the driver. Time: {_PARTS} pre-allocated"
     )
-    return _judged(takes.count("cat") > len(takes) / 2, COUNTED, found)
+    return judged(takes.count("cat") > len(takes) / 2, COUNTED, found)
 
 
 def _weights() -> Iterator[tuple[str, VAE]]:
@@ -287,13 +283,13 @@ def ssim(a: np.ndarray, b: np.ndarray) -> float:
 def _without_loss() -> Finding:
     shown, worst, _ = _quality()
     found = f"96x96 in tiles of 64 compared with the whole image, PSNR and SSIM by blend: {shown}"
-    return _judged(round(worst, 4) == 1, RUN, found)
+    return judged(round(worst, 4) == 1, RUN, found)
 
 
 def _ramps() -> Finding:
     *_, share = _quality()
     found = f"making every ramp of a decode in tiles takes {100 * share:.4f}% of it here. On a card: {_PARTS} ramps"
-    return _judged(share >= 0.05, RUN, found)
+    return judged(share >= 0.05, RUN, found)
 
 
 def _separable() -> Finding:
@@ -304,7 +300,7 @@ def _separable() -> Finding:
         f" {_traced(0).flops / 4 / 1e12:.0f} TFLOP for the tile. No convolution is a part of it, and diffusers blends"
         " line by line already"
     )
-    return _judged(ramps < plane, COUNTED, found)
+    return judged(ramps < plane, COUNTED, found)
 
 
 # ---- tiles ----
@@ -321,7 +317,7 @@ def _overlap() -> Finding:
         f"tiles of {_TILE} at {_SIDE}x{_SIDE} by the part that overlaps, allocated and reserved in MiB: {found}. Half a"
         f" tile makes {work:.1f} times the work of none: more tiles are kept, and none is smaller"
     )
-    return _judged(made[-1].allocated < made[0].allocated, PREDICTED, found)
+    return judged(made[-1].allocated < made[0].allocated, PREDICTED, found)
 
 
 def _smaller() -> Finding:
@@ -330,7 +326,7 @@ def _smaller() -> Finding:
     found = "; ".join(f"{tile}: {_sizes(p)}, {works[tile]:.2f} times the whole's work" for tile, p in made.items())
     whole = _predicted("decode")
     is_so = made[512].reserved < made[1024].reserved < whole.reserved
-    return _judged(is_so, PREDICTED, f"{found}; whole: {_sizes(whole)}")
+    return judged(is_so, PREDICTED, f"{found}; whole: {_sizes(whole)}")
 
 
 @functools.cache
@@ -346,7 +342,7 @@ def _thresholds() -> Finding:
         f"the largest square that surely fits whole, in pixels a side: {found}; on the {CARD} up to {tight} go through"
         f" tightly. So 1024 needs no tiles on these, and what is above depends on the card"
     )
-    return _judged(all(1024 <= side <= 2048 for side in most.values()), PREDICTED, found)
+    return judged(all(1024 <= side <= 2048 for side in most.values()), PREDICTED, found)
 
 
 def _recommended() -> Finding:
@@ -354,7 +350,7 @@ def _recommended() -> Finding:
     work = f"{_traced(_TILE, 0.125).flops / _traced(0).flops:.2f} times the whole's work"
     found = f"{_SIDE}x{_SIDE} so {_sizes(p)} of {p.available / MIB:.0f}: {p.verdict}, with {work}"
     more = f" Up to {_largest()[CARD]} pixels a side the whole image surely fits, and has no seams"
-    return _judged(p.fits and whole.fits, PREDICTED, f"{found}.{more}")
+    return judged(p.fits and whole.fits, PREDICTED, f"{found}.{more}")
 
 
 def _offload() -> Finding:
@@ -370,7 +366,7 @@ def _empty_cache() -> Finding:
         f" {emptied.peak_reserved / MIB:.0f}; they go through with {kept.least_reserved / MIB:.0f} and"
         f" {emptied.least_reserved / MIB:.0f}, since PyTorch gives cached segments back before it gives up"
     )
-    return _judged(emptied.least_reserved < kept.least_reserved, PREDICTED, found)
+    return judged(emptied.least_reserved < kept.least_reserved, PREDICTED, found)
 
 
 # ---- first runs, compiling, graphs and streams ----
@@ -415,7 +411,7 @@ def _first_run() -> Finding:
         " third, without cudnn.benchmark: PyTorch loads kernels and cuDNN chooses plans. torch.compile"
         f" {' and '.join(compiled)}. How much cudnn.benchmark adds is not measured"
     )
-    return _judged(min(more) > 1, MEASURED, found)
+    return judged(min(more) > 1, MEASURED, found)
 
 
 def _dynamic_shapes() -> Finding:
@@ -427,7 +423,7 @@ def _dynamic_shapes() -> Finding:
         f"a decode has {whole} shape of latents whole and {tiles} in tiles of {_TILE} at {_SIDE}x{_SIDE}, because tiles"
         " at the edges are smaller. With dynamic=False, as the guide has it, torch.compile compiles once for each"
     )
-    return _judged(tiles > whole, COUNTED, found)
+    return judged(tiles > whole, COUNTED, found)
 
 
 def _mixed() -> Finding:
@@ -437,7 +433,7 @@ def _mixed() -> Finding:
         " float32 and an image in float16: PyTorch's convolutions refuse two types. They cast by themselves only within"
         " torch.autocast"
     )
-    return _judged(runs[2] > 0, MEASURED, found)
+    return judged(runs[2] > 0, MEASURED, found)
 
 
 def _fragmentation() -> Finding:
@@ -456,14 +452,14 @@ def _fragmentation() -> Finding:
         f" {result / MIB:.0f} MiB allocated before the tiles. expandable_segments:True lowers reserved memory from"
         f" {plain.reserved / MIB:.0f} to {other.reserved / MIB:.0f} MiB"
     )
-    return _judged(gaps[1] < gaps[0], PREDICTED, found)
+    return judged(gaps[1] < gaps[0], PREDICTED, found)
 
 
 def _fused() -> Finding:
     times = _times((("torch compile", "torch eager"),))
     shown = _ratios(times)
     found = f"torch.compile fuses norms, SiLU and sums. Its times as shares of the uncompiled ones: {shown}"
-    return _judged(max(times.values()) < 1, MEASURED, found)
+    return judged(max(times.values()) < 1, MEASURED, found)
 
 
 def _graphs() -> Finding:
@@ -475,7 +471,7 @@ def _graphs() -> Finding:
         f"times as shares of those without graphs: {_ratios(times)}. PyTorch's calls return after"
         f" {100 * min(eager):.0f} to {100 * max(eager):.0f}% of a run's time, so the GPU rarely waits for a launch"
     )
-    return _judged(max(times.values()) < 1, MEASURED, found)
+    return judged(max(times.values()) < 1, MEASURED, found)
 
 
 def _streams() -> Finding:
@@ -499,7 +495,7 @@ def _requirements() -> Finding:
         "torch.compile came with PyTorch 2.0. The sources of the PyTorch that is installed here raise TritonMissing on"
         " a GPU without Triton. On a CPU they need a C++ compiler and no Triton"
     )
-    return _judged(has_compile and raises, DOCUMENTED, found)
+    return judged(has_compile and raises, DOCUMENTED, found)
 
 
 def _use_of_tensor_cores() -> Finding:
@@ -511,7 +507,7 @@ def _use_of_tensor_cores() -> Finding:
         f"on {cards} {len(rows)} runs of diffusers reach {100 * min(shares):.0f} to {100 * max(shares):.0f}% of the"
         " products that the same card makes in a large matrix product"
     )
-    return _judged(min(shares) >= 0.9, MEASURED, found)
+    return judged(min(shares) >= 0.9, MEASURED, found)
 
 
 def _compiled() -> Finding:
@@ -520,7 +516,7 @@ def _compiled() -> Finding:
         f"the compiled run's time as a share of the usual one's: {_ratios(times)}. That is 15 to 40% faster, and more."
         f" max-autotune was not measured on a GPU: {_COMPILED}"
     )
-    return _judged(max(times.values()) <= 0.85, MEASURED, found)
+    return judged(max(times.values()) <= 0.85, MEASURED, found)
 
 
 def _measured_by(command: str) -> Callable[[], Finding]:

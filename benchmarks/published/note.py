@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from published.claims import FAILS, HOLDS, UNKNOWN, Checked, Claim, Finding
+from published.claims import FAILS, HOLDS, UNKNOWN, Checked, Claim, Finding, judged
 from vaemem.engine.vae import VAE
 from vaemem.pipelines.by_mlx import TILE, MetalConv, decode, vae_bytes, weights_bytes, workspace
 
@@ -31,10 +31,6 @@ def judge_note() -> str:
     return judge_claims().text(about)
 
 
-def _judged(holds: bool, how: str, found: str) -> Finding:
-    return Finding(HOLDS if holds else FAILS, found, how)
-
-
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
@@ -53,7 +49,7 @@ def _weights() -> tuple[int, int]:
 def _columns() -> Finding:
     sizes = {dtype: workspace(_FULL, dtype, "im2col") / GIB for dtype in STATED}
     found = ", ".join(f"{size:.1f} GiB in {dtype}" for dtype, size in sizes.items())
-    return _judged({dtype: round(size, 1) for dtype, size in sizes.items()} == STATED, COUNTED, f"columns of {found}")
+    return judged({dtype: round(size, 1) for dtype, size in sizes.items()} == STATED, COUNTED, f"columns of {found}")
 
 
 def _lowering() -> Finding:
@@ -62,24 +58,24 @@ def _lowering() -> Finding:
         f"MLX's Metal backend runs this convolution by Winograd's F(6x6, 3x3), whose transformed tiles are"
         f" {_gib(own)} rather than {_gib(columns)}"
     )
-    return _judged(own == columns, DOCUMENTED, found)
+    return judged(own == columns, DOCUMENTED, found)
 
 
 def _last_stages() -> Finding:
     most = _least()
     found = f"the peak of {_gib(most.total)} lies at {most.at}, and {_gib(most.workspace)} of it are workspace"
-    return _judged("upsamplers" in most.at and 2 * most.workspace > most.total, COUNTED, found)
+    return judged("upsamplers" in most.at and 2 * most.workspace > most.total, COUNTED, found)
 
 
 def _half() -> Finding:
     half, full = (_least(dtype).total for dtype in STATED)
-    return _judged(2 * half == full, COUNTED, f"a decode takes {_gib(half)} in bfloat16, {_gib(full)} in float32")
+    return judged(2 * half == full, COUNTED, f"a decode takes {_gib(half)} in bfloat16, {_gib(full)} in float32")
 
 
 def _promotion() -> Finding:
     half, full = (_least(dtype).total for dtype in STATED)
     found = f"MLX promotes bfloat16 with a float32 array to float32. All of a decode in it takes {_gib(full)}, not"
-    return _judged(full > half, DOCUMENTED, f"{found} {_gib(half)}")
+    return judged(full > half, DOCUMENTED, f"{found} {_gib(half)}")
 
 
 def _barriers() -> Finding:
@@ -88,26 +84,26 @@ def _barriers() -> Finding:
         f"MLX encodes up to ten command buffers ahead of the GPU, which makes {_gib(ahead)} with mflux's operations;"
         f" with a barrier after each operation it is {_gib(least)}"
     )
-    return _judged(least < ahead, COUNTED, found)
+    return judged(least < ahead, COUNTED, found)
 
 
 def _decoder_only() -> Finding:
     whole, part = (vae_bytes(MODEL, parts, "bfloat16") / (1 << 20) for parts in ("all", "decoder"))
-    return _judged(part < whole, COUNTED, f"weights of {part:.0f} rather than {whole:.0f} MiB, which stay")
+    return judged(part < whole, COUNTED, f"weights of {part:.0f} rather than {whole:.0f} MiB, which stay")
 
 
 def _unloaded() -> Finding:
     denoiser, decoder = _weights()
     away = decoder + _least().total
     found = f"the decode needs {_gib(away)} rather than {_gib(away + denoiser)}"
-    return _judged(denoiser > 0, COUNTED, found)
+    return judged(denoiser > 0, COUNTED, found)
 
 
 def _driver() -> Finding:
     denoiser, decoder = _weights()
     phases = {"load": denoiser + decoder, "denoise": denoiser + decoder, "decode": decoder + _least().total}
     found = ", ".join(f"{name} {_gib(size)}" for name, size in phases.items())
-    return _judged(phases["decode"] == max(phases.values()), COUNTED, f"with the transformer unloaded: {found}")
+    return judged(phases["decode"] == max(phases.values()), COUNTED, f"with the transformer unloaded: {found}")
 
 
 def _tiles() -> Finding:
@@ -117,7 +113,7 @@ def _tiles() -> Finding:
         f"tiles of {TILE} need {_gib(tiled)} at every size, the whole image {_gib(whole)}. But tiles are not the only"
         f" way: vaemem streams the whole image under a memory limit, with the same bits, in {_gib(streamed)} on a CPU"
     )
-    return _judged(streamed >= tiled, COUNTED, found)
+    return judged(streamed >= tiled, COUNTED, found)
 
 
 def _cache() -> Finding:

@@ -2,9 +2,9 @@
 
     python benchmarks/recording/record_modules.py [NAME ...]      # without names: all
 
-Each module runs under fake tensors at several sizes. Its calls must be the same at all of them, submodule by submodule
-and event by event, but for the sizes; each size is then fitted as a polynomial with the fewest terms that is exact at
-all of them, and checked at sizes that the fit has not seen.
+Each module runs under fake tensors at several sizes. Submodules and events must be the same at each size; only their
+bytes may differ. A polynomial with as few terms as possible gives an event's bytes exactly at all of these sizes. Other
+sizes, which the fit has not seen, check the polynomial.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
  * products of the lower halves and those of the upper ones, each from zero on, and then both to the sum: c + (lower +
  * upper). It rounds to nearest in any mode of the thread, and flushes subnormal numbers to zero. A sum begins with bias
  * or add, and is stored once, after all batches. A product takes 16 cycles, a load from L1 8 of them, and a store 16
- * that overlap with nothing (docs/SPEED.md).
+ * that overlap with nothing (benchmarks/amx_cycles.c).
  *
  * The four tiles of pixels lie one below the other if there are several rows: their taps share lines of x, so each tile
  * brings few new ones. The last pixels of a row have tiles of their own size.

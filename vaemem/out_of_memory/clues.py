@@ -75,7 +75,7 @@ class Clues:
     ops: operations of the VAE; programs: programs that may have run it
     sizes: (height, width), in both orders if the text does not say which comes first; frames: of its video
     parts: of a pipeline, as in a traceback; all if it has none
-    has_frames: whether it has a traceback or names a node
+    has_traceback: whether it has a traceback or names a node
     is_weight: whether the traceback moves or casts a weight
     gpu: the card
     """
@@ -88,7 +88,7 @@ class Clues:
     sizes: tuple[tuple[int, int], ...]
     frames: int
     parts: list[str]
-    has_frames: bool
+    has_traceback: bool
     is_weight: bool
     gpu: Gpu | None
 
@@ -97,8 +97,8 @@ def read_clues(text: str) -> Clues:
     """Read the lines around the first message in a text without line breaks."""
     begins = [found.start() for found in BEGINS.finditer(text)]
     text = text[: begins[1] if len(begins) > 1 and not text[begins[0] :].startswith("MPS") else None]
-    frames = [" ".join(frame) for frame in _FRAME.findall(text)] + _NODE.findall(text)
-    where = "\n".join(frames) or text
+    calls = [" ".join(frame) for frame in _FRAME.findall(text)] + _NODE.findall(text)
+    where = "\n".join(calls) or text
     parts = [part for part, names in _PARTS.items() if re.search(names, where)]
     model, pipelines = next(
         ((model, pipelines) for words, model, pipelines in NAMED if re.search(words, text, re.I)), ("", ())
@@ -106,16 +106,16 @@ def read_clues(text: str) -> Clues:
     of_video = _FRAMES.search(text)
     gpu = _GPU.search(text)
     return Clues(
-        model, pipelines, bool(model) and not pipelines, _find_ops(frames, text),
+        model, pipelines, bool(model) and not pipelines, _find_ops(calls, text),
         _find_programs(text), tuple(dict.fromkeys(_find_sizes(text))),
-        int(of_video[1] or of_video[2]) if of_video else 0, parts or [*_PARTS], bool(frames),
-        any(_LOADS.search(frame) for frame in frames), known_gpu(gpu[1]) if gpu else None,
+        int(of_video[1] or of_video[2]) if of_video else 0, parts or [*_PARTS], bool(calls),
+        any(_LOADS.search(call) for call in calls), known_gpu(gpu[1]) if gpu else None,
     )  # fmt: skip
 
 
-def _find_ops(frames: Iterable[str], text: str) -> tuple[str, ...]:
+def _find_ops(calls: Iterable[str], text: str) -> tuple[str, ...]:
     """Return the operations that a text may be about, from the functions in its traceback."""
-    called = " ".join(re.sub(r"(?i)encode_prompt|encode_from_tokens|textencode", "", frame) for frame in frames)
+    called = " ".join(re.sub(r"(?i)encode_prompt|encode_from_tokens|textencode", "", call) for call in calls)
     pattern = r"(?:vae_?|\.py _?|\b){0}(?:_first_stage|_tiled|\b)|VAE{0}"
     named = [op for op in OPS if re.search(pattern.format(op), called, re.I)]
     if not named:

@@ -14,12 +14,12 @@ from vaemem.out_of_memory.candidates import AGREES, PLAYED, Found, Match, OtherT
 from vaemem.out_of_memory.clues import read_clues
 from vaemem.out_of_memory.graph_runs import find_graphs, name_component
 from vaemem.out_of_memory.message_kinds import GRAPH, NO_TENSOR, POOL
-from vaemem.out_of_memory.messages import MOST_SMALL, SEGMENT_STEP, SLACK, OomMessage, read_message
+from vaemem.out_of_memory.messages import LARGE_REQUEST, MOST_SMALL, SEGMENT_STEP, SLACK, OomMessage, read_message
 from vaemem.out_of_memory.other_tensors import A_VAE, NOT_EXAMINED, find_other_tensors
-from vaemem.out_of_memory.pipeline_runs import find_pipeline_runs, lacks_room
+from vaemem.out_of_memory.pipeline_runs import find_lacking_room, find_pipeline_runs
 from vaemem.out_of_memory.scope import Scope, find_scope, has_size
 from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Size
-from vaemem.out_of_memory.vae_runs import TELLING, find_vae_runs
+from vaemem.out_of_memory.vae_runs import find_vae_runs
 from vaemem.pipelines.by_diffusers import PipelinePrediction
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_request import PipelineRequest
@@ -168,7 +168,7 @@ def _explain_tensor(message: OomMessage, scope: Scope, has_gpu: bool, has_op: bo
     runs: list[Found] = []
     if not message.is_small and "VAE" in through and not is_weight:
         runs = find_vae_runs(message, scope)
-    if not (is_weight or message.is_tile or message.is_lowered) and (scope.is_named or not message.is_small):
+    if not (is_weight or message.is_tile or message.may_lower) and (scope.is_named or not message.is_small):
         may_denoise = "denoiser" in through and not has_op
         names = [name for name in scope.pipelines if may_denoise or (PIPELINES[name].frames and "VAE" in through)]
         for of_video in (False, True):  # if no model is named, these are searched only if nothing else agrees
@@ -214,7 +214,7 @@ def _identifies_first(runs: Sequence[Found], ranked: Sequence[Match | OtherTenso
     if not runs or runs[0].match is not ranked[0] or any(isinstance(one, OtherTensor) for one in ranked[1:2]):
         return False
     is_first = all(one.fit < runs[0].fit for one in runs[1:])
-    return is_first and runs[0].fit >= AGREES and (runs[0].match.bytes >= TELLING or runs[0].fit > AGREES)
+    return is_first and runs[0].fit >= AGREES and (runs[0].match.bytes >= LARGE_REQUEST or runs[0].fit > AGREES)
 
 
 def _predict(message: OomMessage, first: Found | None, sizes: Sequence[Size]) -> Prediction | PipelinePrediction | None:
@@ -288,7 +288,7 @@ def _find_lacking(message: OomMessage, scope: Scope, parts: Sequence[OtherTensor
         return None
     for name in scope.pipelines:
         if scope.is_named or weights & set(PIPELINES[name].parts.values()):
-            if full := lacks_room(name, Card(card)):
+            if full := find_lacking_room(name, Card(card)):
                 return full
     return None
 
@@ -317,12 +317,12 @@ def _command(q: PipelineRequest) -> str:
 
 
 def _explain_whole(message: OomMessage, scope: Scope, notes: list[str]) -> Explanation:
-    """Say what a message means that has no tensor's size, and what its traceback shows."""
+    """Say what a message without a tensor's size means, and what the traceback shows."""
     kind, clues = message.kind, scope.clues
     notes += [f"{kind.meaning} {kind.advice}"] * bool(kind.meaning)
     if size := message.bytes.get("requested"):
         notes.append(f"{size / MIB:.0f} MiB were requested.")
-    if clues.has_frames and len(clues.parts) < 3:
+    if clues.has_traceback and len(clues.parts) < 3:
         where = " and a ".join(clues.parts)
         op = f", in its {clues.ops[0]}" * (clues.parts == ["VAE"] and len(clues.ops) == 1)
         notes.append(f"The traceback is in a {where}{op}.")
@@ -335,7 +335,7 @@ def _explain_whole(message: OomMessage, scope: Scope, notes: list[str]) -> Expla
             words = ["vaemem", "fits", name, f"{height}x{width}", "--gpu", _short(card)]
             notes.append(f"Run {shlex.join(words)} to see the memory of each part of {name}.")
             has_card = clues.gpu is not None or "total" in message.bytes
-            full = lacks_room(name, Card(card)) if name in PIPELINES and has_card else None
+            full = find_lacking_room(name, Card(card)) if name in PIPELINES and has_card else None
     notes += [_say_lacking(full)] if full else []
     return Explanation(message.bytes, (), notes, names_tensor=False)
 

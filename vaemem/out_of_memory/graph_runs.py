@@ -1,4 +1,4 @@
-"""Find the graph of stable-diffusion.cpp whose compute buffer, or whose product's copy, has the bytes of a message."""
+"""Find the graph of stable-diffusion.cpp with the bytes of a message: its compute buffer, or a product's copy."""
 
 from __future__ import annotations
 

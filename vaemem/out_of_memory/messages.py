@@ -11,6 +11,7 @@ from vaemem.out_of_memory.message_kinds import MESSAGE_KINDS, POOL, SEGMENT, SIZ
 
 SEGMENT_STEP = 2 * MIB  # the native allocator requests multiples of this
 SLACK = 64 * MIB  # for workspaces of products and the allocator's rounding
+LARGE_REQUEST = 64 * MIB  # many runs make smaller requests
 MOST_SMALL = 20 * MIB  # the native allocator requests this for any tensor of 1 to 10 MiB; many runs request less
 LOOK_AHEAD = 1.05  # ggml's pool requests this much more than a product's copy
 _UNITS = {"b": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}  # by first letter
@@ -91,7 +92,7 @@ class OomMessage:
         return known + SLACK if self.tells else 0
 
     @property
-    def is_lowered(self) -> bool:
+    def may_lower(self) -> bool:
         """Whether the card's library may copy a convolution's input for each filter element, as MIOpen does."""
         return self.maker == "AMD" and self.is_native
 

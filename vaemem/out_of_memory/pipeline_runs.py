@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from vaemem.out_of_memory.candidates import AGREES, PLAYED, Found, Match
-from vaemem.out_of_memory.messages import OomMessage
+from vaemem.out_of_memory.messages import LARGE_REQUEST, OomMessage
 from vaemem.out_of_memory.refusals import Calls, Refusals
 from vaemem.out_of_memory.scope import Scope
-from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Areas, Size, list_sizes, widen
-from vaemem.out_of_memory.vae_runs import TELLING, TOLD
+from vaemem.out_of_memory.sizes import MADE_SIZES, TOLD, VIDEO_SIZES, Areas, Size, list_sizes, widen
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.diffusers_run import PipelineRun, play_pipeline
 from vaemem.pipelines.pipeline_arguments import PipelineArguments
@@ -55,7 +54,7 @@ def find_pipeline_runs(message: OomMessage, scope: Scope, names: Sequence[str]) 
     return found
 
 
-def lacks_room(name: str, card: Card) -> PipelineRequest | None:
+def find_lacking_room(name: str, card: Card) -> PipelineRequest | None:
     """Return the request of a pipeline whose weights do not all fit on a card, otherwise None."""
     known = PIPELINES[name]
     side = 1024 if name != "sd15" else 512
@@ -74,7 +73,7 @@ def _points(message: OomMessage, name: str, scope: Scope) -> Iterator[tuple[int,
         yield from ((TOLD, size, 1) for size in clues.sizes)
         if not clues.sizes or not is_named:
             areas = _areas(name, gpu, message)
-            ranks = range(5) if is_named and message.bytes["requested"] >= TELLING else range(2)
+            ranks = range(5) if is_named and message.bytes["requested"] >= LARGE_REQUEST else range(2)
             sizes = [(0, size) for size in MADE_SIZES[: _USUAL * is_named]]  # played in any case: the VAE's calls too
             others = ((rank, size) for rank in ranks for size in list_sizes(rank, areas))
             sizes += itertools.islice(others, _MOST_POINTS)

@@ -109,7 +109,7 @@ class Refusals:
                 continue
             steps = list_steps(trace, self._is_own, self._has_convs)
             for (op, *_), storage, height in zip(trace.steps, steps, heights.tolist(), strict=True):
-                may_fail = op != "conv" or message.is_lowered or storage.elements >= LEAST_LOWERED
+                may_fail = op != "conv" or message.may_lower or storage.elements >= LEAST_LOWERED
                 if may_fail and low < storage.bytes <= high and most <= now + max(message.spare, storage.bytes):
                     found[Refusable(storage.name, storage.bytes, now, number)] = None
                 if op != "conv":
@@ -136,15 +136,14 @@ class Refusals:
                 self._known[room] = Refusal(name, full.requested, full.allocated, cached, phase)
         return self._known[room]
 
-    def fits(self, message: OomMessage, least: int) -> dict[Refusable, int]:
-        """Rate each request, as `Refusal.fit`. least: at most this many bytes of the run's memory may not have been on
-        the card."""
+    def fits(self, message: OomMessage, unloaded: int) -> dict[Refusable, int]:
+        """Rate each request, as `Refusal.fit`. unloaded: bytes of the run's weights that may be missing on the card."""
         figures, within = message.bytes, message.within
         allocated = figures.get("allocated")
         fits = {
             one: PLAYED * one.tensor.endswith(LOWERED)  # no simulated library has these: they look alike
             for one in self.requests(message)
-            if allocated is None or allocated >= one.before - within["allocated"] - least
+            if allocated is None or allocated >= one.before - within["allocated"] - unloaded
         }
         if allocated is None or "free" not in figures:
             return fits

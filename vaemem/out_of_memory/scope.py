@@ -15,7 +15,7 @@ from vaemem.pipelines.components import PIPELINES, is_vae, known_pipeline
 from vaemem.prediction.gpus import Gpu, coarse_names, find_gpu, gpu_names
 from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN, architecture, shipped_models
 
-MANY = (89, 86, 120)  # compute capabilities of the commonest cards
+COMMON_CAPABILITIES = (89, 86, 120)  # compute capabilities of the commonest cards
 USUAL_CARD = 24 << 30  # bytes of the assumed card if a message does not name its size
 # VAEs with different tensors: SDXL's are SD1.5's and Playground's, FLUX.1's are SD3's, Z-Image's and CogView4's.
 ALIKE = {"sdxl": "SD1.5, SDXL", "flux": "FLUX.1, SD3, Z-Image", "flux2": "FLUX.2", "qwen-image": "Qwen-Image"}
@@ -92,5 +92,7 @@ def _find_cards(message: OomMessage) -> list[Gpu]:
     near = [card for card in cards if abs(card.reported_memory - size) <= within]
     return sorted(
         {card.sm: card for card in reversed(near)}.values(),
-        key=lambda card: MANY.index(card.sm) if card.sm in MANY else len(MANY),
+        key=lambda card: (
+            COMMON_CAPABILITIES.index(card.sm) if card.sm in COMMON_CAPABILITIES else len(COMMON_CAPABILITIES)
+        ),
     )

@@ -24,6 +24,7 @@ VIDEO_SIZES = (
     (480, 832), (720, 1280), (704, 1280), (544, 960), (512, 512), (640, 640), (480, 480), (576, 1024), (480, 640),
     (512, 768), (768, 768), (960, 960), (320, 576), (624, 624),
 )  # fmt: skip
+TOLD = -5  # rank of a size that the text names: more common than any other
 COMMON = 25  # of these sizes are much commoner than the others
 RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 10, 16 / 9, 2, 21 / 9)
 WIDEST = 2.4  # largest ratio of two sides

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, MIB
+from vaemem._common import ELEMENT_BYTES
 from vaemem.out_of_memory.candidates import AGREES, PLAYED, Found, Match
-from vaemem.out_of_memory.messages import OomMessage
+from vaemem.out_of_memory.messages import LARGE_REQUEST, OomMessage
 from vaemem.out_of_memory.refusals import LEAST_LOWERED, LOWERED, SHARP, Calls, Refusable, Refusals, list_steps
 from vaemem.out_of_memory.scope import ALIKE, Scope
-from vaemem.out_of_memory.sizes import LARGEST_AREA, Areas, Size, list_sizes, widen
+from vaemem.out_of_memory.sizes import LARGEST_AREA, TOLD, Areas, Size, list_sizes, widen
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.held_tensors import arch_key
 from vaemem.prediction.process import SimulatedProcess
@@ -27,15 +27,13 @@ from vaemem.prediction.runtimes import architecture, code_of, parameter_bytes
 # So they allocate other memory for the VAEs of videos. None is the default release.
 TORCH_RELEASES = None, "2.9.1"
 VIDEO_TILE = 256  # pixels a side, of ComfyUI's tiles for video VAEs
-TELLING = 64 * MIB  # many runs make smaller requests
 LISTED, RARE = [(0, 1)], [(2,), (3,), (4,)]  # ranks of sizes that are searched together
-TOLD = -5  # rank of a size that the text names: more common than any other
 MOST_PLAYS = 1500  # of all runs: seconds
 REFERENCE = 1024  # pixels a side of a run from whose tensors other areas follow
 MOST_CHANNELS = 512  # of a convolution, for each pixel of the image
 
 
-class _Kind(NamedTuple):
+class _RunKind(NamedTuple):
     """A run of any size."""
 
     model: str
@@ -64,11 +62,11 @@ def find_vae_runs(message: OomMessage, scope: Scope) -> list[Found]:
     """
     found: list[Found] = []
     plays, told = MOST_PLAYS, scope.clues.sizes
-    ranks = LISTED + RARE if message.bytes["requested"] >= TELLING and not message.is_tile else LISTED
+    ranks = LISTED + RARE if message.bytes["requested"] >= LARGE_REQUEST and not message.is_tile else LISTED
     ranks = [(TOLD,)] * bool(told and not message.is_tile) + ranks
     for some, card in itertools.product(ranks, scope.cards):
         runs = itertools.product(scope.models, scope.ops, scope.runtimes, ("float16", "float32"))
-        kinds = [_Kind(*one, card) for one in runs]
+        kinds = [_RunKind(*one, card) for one in runs]
         of_video = [kind for kind in kinds if _is_of_video(kind)]
         kinds += [kind._replace(torch=release) for kind in of_video for release in TORCH_RELEASES[1:]]
         for rank, kind in itertools.product(some, sorted(kinds, key=_rarity)):
@@ -83,13 +81,13 @@ def find_vae_runs(message: OomMessage, scope: Scope) -> list[Found]:
     return _rank_runs(found)
 
 
-def _is_of_video(kind: _Kind) -> bool:
+def _is_of_video(kind: _RunKind) -> bool:
     """Return whether a run has convolutions that other releases of PyTorch run with their own code."""
     is_half = kind.dtype != "float32" and kind.runtime == "diffusers"
     return is_half and architecture(kind.model).get("family") == "wan"
 
 
-def _rarity(kind: _Kind) -> int:
+def _rarity(kind: _RunKind) -> int:
     """Rate how rare a run is: encodes, dtypes that are not a program's default, less common programs."""
     given = VAEArguments(kind.model, kind.op, REFERENCE, REFERENCE, runtime=kind.runtime, gpu=kind.card)
     usual = resolve_vae(given).job.dtype
@@ -101,12 +99,12 @@ def _rarity(kind: _Kind) -> int:
 # ---- sizes ----
 
 
-def _sizes(message: OomMessage, kind: _Kind, rank: int) -> Iterable[Size]:
+def _sizes(message: OomMessage, kind: _RunKind, rank: int) -> Iterable[Size]:
     """List sizes of a rank with some storage of the message's size; for a run in tiles, its tiles."""
     return (_tiles(kind) if rank == 0 else []) if message.is_tile else list_sizes(rank, _areas(kind, message))
 
 
-def _tiles(kind: _Kind) -> list[Size]:
+def _tiles(kind: _RunKind) -> list[Size]:
     """List the sizes of a program's default tiles; none if it cuts none."""
     try:
         op = f"{kind.op}_tiled"
@@ -137,7 +135,7 @@ def _growths(model: str, op: str, runtime: str, dtype: str, sm: int) -> tuple[tu
     return tuple((low, math.log(high / low, 4)) for low, high in sorted(pairs) if 0 < low < high)
 
 
-def _areas(kind: _Kind, message: OomMessage) -> Areas:
+def _areas(kind: _RunKind, message: OomMessage) -> Areas:
     """Return ranges of image areas with some storage of the message's size."""
     low, high = message.range
     found: list[tuple[float, float]] = []
@@ -157,7 +155,7 @@ def _areas(kind: _Kind, message: OomMessage) -> Areas:
 # ---- one run ----
 
 
-def _try_run(message: OomMessage, kind: _Kind, height: int, width: int, rank: int) -> tuple[list[Found], int]:
+def _try_run(message: OomMessage, kind: _RunKind, height: int, width: int, rank: int) -> tuple[list[Found], int]:
     """Return a run if one of its steps may have been refused, and how often it was played."""
     if not _may_match(message, kind, height, width, rank):
         return [], 0
@@ -174,9 +172,9 @@ def _play(request: VAERequest, process: SimulatedProcess, protocol: str | None) 
     return [process.last_call[:2]]
 
 
-def _may_match(message: OomMessage, kind: _Kind, height: int, width: int, rank: int) -> bool:
+def _may_match(message: OomMessage, kind: _RunKind, height: int, width: int, rank: int) -> bool:
     """Return whether a run has a step that may have been refused."""
-    may_lower = message.is_lowered or kind.torch is not None or height * width >= LEAST_LOWERED // MOST_CHANNELS
+    may_lower = message.may_lower or kind.torch is not None or height * width >= LEAST_LOWERED // MOST_CHANNELS
     if rank in (TOLD, *LISTED[0]) and may_lower:
         return True
     code, card = code_of(kind.runtime, kind.model), kind.card
@@ -189,7 +187,7 @@ def _may_match(message: OomMessage, kind: _Kind, height: int, width: int, rank: 
 
 
 def _make_found(
-    message: OomMessage, kind: _Kind, request: VAERequest, refused: Refusable, fit: int, rank: int
+    message: OomMessage, kind: _RunKind, request: VAERequest, refused: Refusable, fit: int, rank: int
 ) -> Found:
     """Make the match, and the request on a card with the room that the run had."""
     job, figures, beside = request.job, message.bytes, None
