@@ -59,7 +59,7 @@ reproduce: $(VENV)/test.stamp ## judges what others published; ONLY="guide note"
 	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks $(BIN)/python -m published $(ONLY)
 
 scoreboard: $(VENV)/test.stamp ## scores estimators on published measurements; writes docs/ESTIMATORS.md (seconds)
-	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks $(BIN)/python -m measurements.scoreboard
+	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks $(BIN)/python -m measurements
 
 drift: $(VENV)/test.stamp ## records pipelines again with what is installed, and reports what differs (hours; ONLY="krea2 sana")
 	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks/recording COMFYUI=$(COMFYUI) $(BIN)/python benchmarks/recording/drift.py $(ONLY)

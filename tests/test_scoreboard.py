@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from measurements import clean, scoreboard, scoreboard_page
+from measurements.__main__ import main as measurements_main
 from measurements.scoreboard import Answer, Estimator, ask, score, wrong_cards
 from measurements.vocabulary import SOURCE_COLUMNS, Measurement, parse, read_rows, read_sources
 
@@ -228,7 +229,7 @@ def test_scores():
 
 def test_the_page_says_what_the_rows_say(capsys):
     """docs/ESTIMATORS.md, its figure and the errors by source, written again."""
-    assert scoreboard.main(["--check"]) == 0, capsys.readouterr().out
+    assert measurements_main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_the_figure_has_a_dot_for_each_answer():

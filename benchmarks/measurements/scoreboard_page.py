@@ -14,7 +14,7 @@ from measurements.scoreboard import CARDS, Score, Scored, errors_of, most_of, wh
 from measurements.vocabulary import HERE, Measurement
 from vaemem._common import TILED_OPS
 
-BEGIN, END = "<!-- scoreboard.py writes from here -->", "<!-- to here -->"
+BEGIN, END = "<!-- generated from here -->", "<!-- to here -->"
 LARGE = 0.05  # an error that gets a cause
 # The figure: pixels, and the ratios at its ends.
 WIDTH, LEFT, RIGHT, ROW, LEAST, MOST = 770, 200, 20, 56, 1 / 4, 4.0
