@@ -299,6 +299,13 @@ def test_a_workflow_has_an_answer(name):
     assert peaks == sorted(peaks)
 
 
+def test_a_workflow_encodes_its_picture_as_the_vae_alone():
+    p = predict("qwen-image-edit-plus", 512, 512, gpu="H200")
+    alone = vaemem.predict("qwen-image", "encode", 1024, 1024, gpu="H200", runtime="comfyui", dtype="bfloat16")
+    assert p.estimates["encode image"][1] == alone.allocated
+    assert p.estimates["encode image 2"][1] >= alone.allocated
+
+
 @pytest.mark.parametrize(
     ("argument", "given"),
     [
@@ -307,6 +314,7 @@ def test_a_workflow_has_an_answer(name):
         ("offload", {"offload": "--gpu-only"}),
         ("vae", {"vae": "sliced"}),
         ("vae", {"vae": "tiled 100"}),
+        ("vae", {"vae": "tiled", "pipeline": "minimax-h3"}),
         ("vae", {"vae": "tiled \u0665\u0661\u0662"}),
         ("image", {"image": True}),
         ("components['transformer']", {"components": {"transformer": "nf4"}}),

@@ -177,11 +177,6 @@ static PyObject *trace_blas(Trace *self, PyObject *args) {
     return vm_py_none_or_raise(s ? s : vm_trace_blas(self->trace, lt ? VM_TRACE_CUBLASLT : VM_TRACE_CUBLAS, name));
 }
 
-static PyObject *trace_empty_cache(Trace *self, PyObject *Py_UNUSED(ignored)) {
-    const vm_status s = vm_trace_own(&self->trace);
-    return vm_py_none_or_raise(s ? s : vm_trace_empty_cache(self->trace));
-}
-
 static PyObject *trace_conv(Trace *self, PyObject *args) {
     const char *name;
     vm_conv conv;
@@ -323,8 +318,6 @@ static PyMethodDef methods[] = {
      "are cached or free. segments: compare the segment that PyTorch's allocator requests."},
     {"blas", (PyCFunction)trace_blas, METH_VARARGS,
      "blas($self, name, lt=False, /)\n--\n\nAdds a matrix product by cuBLAS, or by cuBLASLt."},
-    {"empty_cache", (PyCFunction)trace_empty_cache, METH_NOARGS,
-     "empty_cache($self, /)\n--\n\nReturns cached segments to the device, like torch.cuda.empty_cache."},
     {"conv", (PyCFunction)trace_conv, METH_VARARGS,
      "conv($self, question, name, /)\n--\n\nAdds a convolution's workspace. question: in the format of convs."},
     {"choose_kernel", trace_choose_kernel, METH_VARARGS | METH_STATIC,

@@ -202,8 +202,6 @@ vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool se
 
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name) { return add(t, op, 0, 0, name); }
 
-vm_status vm_trace_empty_cache(vm_trace *t) { return add(t, VM_TRACE_EMPTY, 0, 0, "empty_cache"); }
-
 static void raise_by(uint64_t *count, uint64_t by) { *count += VM_MIN(by, UINT64_MAX - *count); }
 
 void vm_trace_count(vm_trace *t, uint64_t flops) { raise_by(&t->flops, flops); }
@@ -211,7 +209,7 @@ void vm_trace_move(vm_trace *t, uint64_t bytes) { raise_by(&t->moved, bytes); }
 
 vm_status vm_trace_send(vm_trace *t, uint64_t bytes, bool empties) {
     raise_by(&t->sent, bytes);
-    return empties ? vm_trace_empty_cache(t) : VM_OK;
+    return empties ? add(t, VM_TRACE_EMPTY, 0, 0, "empty_cache") : VM_OK;
 }
 
 /* Every number of the filters meets every pixel of the output, or of a transposed convolution's input. It reads input

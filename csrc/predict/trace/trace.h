@@ -78,7 +78,6 @@ enum { VM_TRACE_LABEL = 2 * VM_NAME + 4 };
 const char *vm_trace_label(char text[VM_TRACE_LABEL], const char *name, const char *what);
 /* op: VM_TRACE_CUBLAS or VM_TRACE_CUBLASLT. */
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name);
-vm_status vm_trace_empty_cache(vm_trace *t);
 /* Records the steps since `from` as a stretch, if they free all they allocate. */
 vm_status vm_trace_note_stretch(vm_trace *t, size_t from);
 /* Finds or adds a convolution without a step: *number. */
