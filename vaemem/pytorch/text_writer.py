@@ -493,6 +493,7 @@ def check_text(text: PipelineText, at: Values, events: Sequence[Event], variable
             name, more = (words[0], words[1:]) if kind in ("take", "free") else ("", words)
             role = words[0] if kind == "call" else name
             asked = variables_of(words[0], words[1], shapes, at) if kind == "call" else {}
-            does = kind, role, more, size, {name: asked[name] for name in asked if line is None or name in sizes}
+            told = {name: asked[name] for name in asked if line is None or name in sizes or name == "picture"}
+            does = kind, role, more, size, told
         if says != does:
             raise ArgumentError("text", f"{does}, as recorded at {dict(at)}", str(says))
