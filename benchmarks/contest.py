@@ -1,4 +1,4 @@
-"""Several programs run the same VAE on a GPU in turns, and each gets a row. decode_gpu.py says what is measured."""
+"""Run several programs in turns on one GPU. Each program gets a row. decode_gpu.py says what is measured."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ class Finding(NamedTuple):
 
 
 def judged(holds: bool, how: str, found: str) -> Finding:
+    """Return the verdict on a claim that is not about rows."""
     return Finding(HOLDS if holds else FAILS, found, how)
 
 
