@@ -103,6 +103,7 @@ from vaemem.pytorch.module_writer import ModuleCall, ScriptRecorder, Writer, set
 from vaemem.pytorch.pipeline_files import _lengthened, find_drift, record_row
 from vaemem.pytorch.recorder import Recorder, Recording
 from vaemem.pytorch.recording import record_by
+from vaemem.pytorch.text_recorder import PICTURE, shapes_of
 
 TINY = {  # SD 1.5's pipeline with a text encoder of two layers
     "class": "StableDiffusionPipeline", "repository": "nobody/tiny", "source": "made up", "dtype": "float16",
@@ -158,6 +159,12 @@ def test_drift_tells_which_component_differs(recorded):
     text = contents["text"].replace("denoise", "", 1).replace("take 4", "take 8", 1)
     *of_text, of_encoder = find_drift(changed, contents | {"text": text})
     assert of_text and of_encoder.startswith("text_encoder: expected the recorded weights")
+
+
+def test_a_call_tells_a_pictures_strides():
+    plain, picture = torch.empty(1, 3, 4, 5, device="meta"), torch.empty(1, 4, 5, 3, device="meta").movedim(-1, 1)
+    assert shapes_of({"x": plain}) == (("x", (1, 3, 4, 5)),)
+    assert shapes_of({"x": picture}) == (("x", (1, 3, 4, 5)), (PICTURE, ()))
 
 
 def test_as_many_steps_are_recorded_before_a_change_of_denoiser_as_after_it():

@@ -232,6 +232,11 @@ def test_frames_of_a_residual_video_live_as_recorded(sizes, frames):
     case("AutoencoderKLWan", _core.models()["wan2.2"], "decode", *sizes, frames=frames)
 
 
+def test_a_video_with_a_pictures_strides_lives_as_recorded():
+    """Its convolutions keep the strides, also after its frames are halved."""
+    case("AutoencoderKLWan", NARROW, "picture", 24, 40, frames=4)
+
+
 def test_only_one_class_decodes_and_encodes_frames():
     wan = _core.models()["qwen-image"] | {"name": "wan2.1"}
     assert _core.Trace.vae(wan, "diffusers", "decode", "float32", 64, 64, frames=2).flops
